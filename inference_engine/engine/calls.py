@@ -165,6 +165,8 @@ class Calls:
         append, fork = Holder.APPEND, Holder.FORK
         self.opened: Repeated[SessionOpened] = kind("opened", opens, replies.page())
         self.forked: Repeated[SessionForked] = kind("forked", opens, replies.page(most_per_session=1), operation=fork)
+        # Not undone: it has ended a session, as a close has.
+        self.rewound: Repeated[SessionForked] = kind("rewound", opens, replies.page(most_per_session=1), operation=fork)
         self.appended: Repeated[HistoryLength] = kind(
             APPENDED, lengths, _page_of_lengths(store), operation=append, by_session=True
         )
@@ -172,7 +174,7 @@ class Calls:
             "closed", lengths, _page_of_lengths(store), refuse=partial(journal.refuse_when_full, to_close=True)
         )
         self._by_kind: dict[str, Repeated[Any]] = {
-            one.kind: one for one in (self.opened, self.forked, self.appended, self.closed)
+            one.kind: one for one in (self.opened, self.forked, self.rewound, self.appended, self.closed)
         }
 
     def once(

@@ -29,7 +29,7 @@ from inference_engine.engine.arguments import (
     check_route,
 )
 from inference_engine.engine.calls import CallOptions, Calls, SessionCall
-from inference_engine.engine.fork import open_fork
+from inference_engine.engine.fork import open_fork, open_rewound
 from inference_engine.engine.generation import Generates, Generation
 from inference_engine.engine.memory import check_one_session_fits, grows, open_copies, open_memory
 from inference_engine.engine.recall import Recall
@@ -255,11 +255,18 @@ class Engine:
         return self._calls.once(self._calls.opened, call, open_session, lambda: content)
 
     def fork_session(
-        self, session_id: str, *, limit_tokens: int | None = None, label: str = "", **how: Unpack[CallOptions]
+        self,
+        session_id: str,
+        *,
+        at_position: int | None = None,
+        limit_tokens: int | None = None,
+        label: str = "",
+        **how: Unpack[CallOptions],
     ) -> SessionForked:
         """A new session that continues from this one's history. It has memory for that history, and its KV entries
         follow at once.
 
+        at_position: so many of its tokens; None: all of them.
         Memory for more is reserved, or granted as it grows, as for the parent. limit_tokens: None for the parent's.
         Raises what `create_session` and `append` raise.
         """
@@ -269,11 +276,28 @@ class Engine:
             check_label(label)
             strategy, limit = parent.kv.strategy, parent.limit_tokens
             limit = limit if limit_tokens is None else self._arguments.limit(strategy, limit_tokens)
-            session = open_fork(self._store, self._scheduler, parent, limit, label)
+            session = open_fork(self._store, self._scheduler, parent, at_position, limit, label)
             return SessionForked.of(session), session
 
-        content = (session_id, call.expected_history_length, limit_tokens, label)
+        asked = () if at_position is None else (at_position,)
+        content = (session_id, call.expected_history_length, limit_tokens, label, *asked)
         return self._calls.once(self._calls.forked, call, fork, lambda: content)
+
+    def rewind_session(self, session_id: str, position: int, **how: Unpack[CallOptions]) -> SessionForked:
+        """Close a session, and open another with its first `position` tokens, its memory, limit and label: one call,
+        done whole or not at all.
+
+        It needs no room that the session does not give back. Raises what `append` raises, but NoCapacity and
+        QuotaExceeded.
+        """
+        call = SessionCall(session_id=session_id, **how)
+
+        def rewind(session: Session) -> tuple[SessionForked, Session]:
+            rewound = open_rewound(self._store, self._scheduler, session, position)
+            return SessionForked.of(rewound), rewound
+
+        content = (session_id, call.expected_history_length, position)
+        return self._calls.once(self._calls.rewound, call, rewind, lambda: content)
 
     def append(self, session_id: str, token_ids: Sequence[int] | TokenIds, **how: Unpack[CallOptions]) -> int:
         """Add ids to the history, all or none; returns its new length. They are prefilled by the next Generate."""

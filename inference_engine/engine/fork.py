@@ -1,35 +1,45 @@
-"""Fork of a session: open at once; the engine's thread copies its KV entries between two steps.
+"""Fork and rewind of a session: open at once; the engine's thread sees to its KV entries between two steps.
 
-No later request on the fork begins before its entries are copied. If they cannot be copied, the fork computes them from
-its history, like a session whose entries were dropped.
+A fork gets copies of the entries, or reads them where they are. A rewound session has the memory of the one that it
+replaces, and drops what was written since. No later request on either begins before that is done. If it fails, or if
+entries have left since that belong to it, they are computed from its history, like those of a session that was dropped.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.session.session import Session
-from inference_engine.session.store import SessionStore
+from inference_engine.session.store import SessionStore, entries_kept
 
 logger = logging.getLogger(__name__)
 
 
 def open_fork(
-    store: SessionStore, scheduler: Scheduler, parent: Session, limit_tokens: int | None, label: str
+    store: SessionStore, scheduler: Scheduler, parent: Session, at: int | None, limit_tokens: int | None, label: str
 ) -> Session:
-    """A fork of `parent`, which the caller holds.
+    """A fork of `parent`, which the caller holds, that begins with its first `at` tokens; None: with all.
 
     Raises InvalidArgument, NoCapacity, QuotaExceeded, or Draining if the engine's thread takes no more work; then there
     is no fork.
     """
-    length = len(parent.history)
+    length = _checked(parent, "at_position", at)
     if limit_tokens is not None and limit_tokens < length:
         raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit_tokens}")
-    fork = store.fork(parent, limit_tokens, label)
+    fork = store.fork(parent, length, limit_tokens, label)
+    kv = parent.kv  # which a rewind may give to another session
+
+    def copy() -> None:
+        if not parent.failure_reason:
+            fork.kv.copy_from(kv, entries_kept(length))
+
     try:
-        scheduler.between_steps(lambda: _copy_entries(store, parent, fork))
+        scheduler.between_steps(lambda: _see_to(store, fork, copy, parent))
     except BaseException:
         store.unpin(parent, fork)
         store.close(fork.session_id, fork.owner)
@@ -37,14 +47,44 @@ def open_fork(
     return fork
 
 
-def _copy_entries(store: SessionStore, parent: Session, fork: Session) -> None:
-    """Engine's thread, between steps."""
-    try:
-        if not parent.failure_reason and not fork.is_closed:
-            fork.kv.copy_from(parent.kv)
-            fork.refresh_facts()
-    except Exception:
-        logger.exception("the KV entries of a fork could not be copied")
-        fork.forget_entries()
-    finally:
-        store.unpin(parent, fork)
+def open_rewound(store: SessionStore, scheduler: Scheduler, session: Session, at: int) -> Session:
+    """The session that takes the place of `session`, which the caller holds, with its first `at` tokens.
+
+    Raises InvalidArgument, or Draining if the engine's thread takes no more work; then nothing was changed.
+    """
+    length = _checked(session, "position", at)
+    opened: list[Session] = []
+
+    def cut() -> None:
+        with store.locked():  # until the session is open, or the call has failed
+            pass
+        for new in opened:
+            _see_to(store, new, partial(new.kv.rewind, entries_kept(length)))
+
+    with store.locked():
+        scheduler.between_steps(cut)
+        opened.append(store.rewind(session, length))
+    return opened[0]
+
+
+def _checked(session: Session, field: str, at: int | None) -> int:
+    length = len(session.history)
+    if at is not None and not 0 <= at <= length:
+        raise InvalidArgument(field, f"must be from 0 to {length}, the history's length, got {at}")
+    return length if at is None else at
+
+
+def _see_to(store: SessionStore, session: Session, work: Callable[[], None], *others: Session) -> None:
+    """Engine's thread, between steps: have the entries of a new session as they belong, and unpin it and others."""
+    with ExitStack() as stack:
+        stack.callback(store.unpin, session, *others)
+        if session.is_closed:
+            return
+        try:
+            work()
+            session.refresh_facts()
+        except Exception:
+            logger.exception("the KV entries of a session that begins with another's could not be taken over")
+            session.forget_entries()
+        finally:
+            session.kv.coming = 0

@@ -38,20 +38,27 @@ class SessionOpened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionForked(SessionOpened):
-    """As SessionOpened, for a fork, which begins with the history of its parent.
+    """As SessionOpened, for a session that begins with tokens of another: a fork, or one that went back.
 
-    shared_bytes: bytes of K/V that it reads in the parent's memory; its own bound does not include them.
+    shared_bytes: bytes of K/V that it reads in another's memory; its own bound does not include them.
+    prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before; None: the reply is one
+    that an older program has kept.
     is_replayed: an earlier call with the same request id made it.
     """
 
     history_length: int
     shared_bytes: int
+    prefill_tokens: int | None = None
     is_replayed: bool = False
 
     @staticmethod
     def of(session: Session) -> SessionForked:
+        length = len(session.history)
         return SessionForked(
-            **_guarantees(session), history_length=len(session.history), shared_bytes=session.kv.shared_bytes
+            **_guarantees(session),
+            history_length=length,
+            shared_bytes=session.kv.shared_bytes,
+            prefill_tokens=session.kv.pending(length),
         )
 
 

@@ -352,7 +352,8 @@ def open_no_tiles(*_: object) -> None:
 
 
 class DraftMemory(Part):
-    """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty."""
+    """A drafter's memory of one session, reserved for the session's life. It is not copied: forks begin empty, and so
+    does a session that goes back."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -364,6 +365,12 @@ class DraftMemory(Part):
     def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         """A step stages nothing here."""
         return sys.maxsize
+
+    def can_rewind(self, at: int, length: int) -> bool:
+        return True
+
+    def rewind(self, at: int, length: int) -> None:
+        self.clear()
 
     def forget(self, floor: int, length: int) -> None:
         self.clear()

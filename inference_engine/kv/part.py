@@ -10,6 +10,7 @@ the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over par
     commit           keeps what was accepted, wipes the rest, evicts                seq_rm
     save    load     its state as tensors, to a file and back                       state_write, state_read
     copy_from        the same from another session, for a fork                      seq_cp
+    rewind           goes back to an earlier length, where all of it is there       seq_rm
     forget  release  goes back to an empty history; gives everything back           clear
     runs    report   what it holds of the pool; bytes in use, and what it counts    memory_breakdown
 
@@ -113,18 +114,27 @@ class Part(ABC):
     # -- as a whole -------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: Self, length: int) -> None:
-        """Copy what `other`, of the same strategy, holds of a history of `length`. Only while empty.
+        """Copy what `other`, of the same strategy, would hold after a history of `length`, which is its own, or one to
+        which it can rewind. Only while empty.
 
         Raises OSError if the second tier cannot store its part.
         """
         self.load(length, other.save(length))
 
     def save(self, length: int) -> Saved:
-        """The state after a history of `length`, while idle: enough to continue bit for bit."""
+        """The state after a history of `length`, its own or one to which it can rewind, while idle: enough to continue
+        bit for bit."""
         return {}
 
     def load(self, length: int, saved: Saved) -> None:
         """Restore what was saved after a history of `length`. Only while empty. Raises OSError."""
+
+    def can_rewind(self, at: int, length: int) -> bool:
+        """Is all there, while idle after a history of `length`, that would be there after its first `at` tokens?"""
+        return False
+
+    def rewind(self, at: int, length: int) -> None:
+        """Only if so, and while idle: go back to the state after the first `at` tokens of a history of `length`."""
 
     @abstractmethod
     def forget(self, floor: int, length: int) -> None:

@@ -65,6 +65,7 @@ class SessionKV:
         self.limit_tokens = limit_tokens
         self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
+        self.coming = 0  # so many positions will have entries, which are copied before the next Generate
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
@@ -209,7 +210,7 @@ class SessionKV:
         Safe from any thread that has the session to itself.
         """
         self._release_own()
-        self.length, self.staged, self.evicted = self.base, 0, 0
+        self.length, self.coming, self.staged, self.evicted = self.base, 0, 0, 0
         self._replayed = None
         self.is_dropped = True
         self._end_quiet()
@@ -241,25 +242,61 @@ class SessionKV:
                 return _NO_BYTES
         return self._granted if self._is_reserved else _NO_BYTES
 
-    # -- forks ------------------------------------------------------------------------------------------------------
+    # -- forks, and going back --------------------------------------------------------------------------------------
 
-    def share(self) -> tuple[SharedPrefix, ...]:
-        """The committed entries for a fork of this session, by set of layers; () if it has to copy them.
+    def share(self, at: int) -> tuple[SharedPrefix, ...]:
+        """The committed entries of the first `at` positions for a fork of this session, by set of layers; () if it has
+        to copy them.
 
         Entries are shared only if all of them stay in place unchanged and the order of summation is free. A short
         history is copied: that is cheaper than reading one more piece. Nothing is borrowed yet.
         """
-        geometry = self.context.geometry
-        if not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
+        geometry, until = self.context.geometry, min(at, self.length)
+        if not until or not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
-        lent = [prefix.pieces for prefix in self._prefixes] or [() for _ in self._plan.resident]
-        if self.length - self.base >= geometry.segment_tokens and len(lent[0]) < MOST_PIECES:
-            lent = [(*pieces, group.piece(self.length)) for pieces, group in zip(lent, self._resident, strict=True)]
-        if not lent[0]:
-            return ()
-        if not self._resident:  # its own entries were dropped
-            return self._prefixes
-        return tuple(group.prefix_of(pieces) for group, pieces in zip(self._resident, lent, strict=True))
+        borrowed = tuple(prefix.until(until) for prefix in self._prefixes)
+        lent = [prefix.pieces for prefix in borrowed] or [() for _ in self._plan.resident]
+        if until - self.base < geometry.segment_tokens or len(lent[0]) == MOST_PIECES:
+            return borrowed
+        return tuple(
+            group.prefix_of((*pieces, group.piece(until))) for group, pieces in zip(self._resident, lent, strict=True)
+        )
+
+    def kept(self, at: int) -> int:
+        """How many of the first `at` positions have the entries that they would have if the history ended there.
+
+        All that are committed, or about to be copied; or, where entries have left since that it would have, those of a
+        shared prefix alone.
+        """
+        held = max(self.length, self.coming)
+        length = min(at, held)
+        can_rewind = length == held or all(part.can_rewind(length, held) for part in self.parts)
+        return length if can_rewind else min(length, self.base)
+
+    def pending(self, length: int) -> int:
+        """Of a history of `length`, the tokens that a Generate would prefill: the last one at least."""
+        kept = self.kept(max(0, length - 1))
+        return length - kept + max((part.replay_end(kept) for part in self._archived), default=0)
+
+    def can_rewind(self, at: int) -> bool:
+        """Can it go back to `at` where it is? Not before or within entries that lie in other sessions' memory, or that
+        forks read: they could not be written anew. Called under the store's lock."""
+        lent_until = max([group.allocation.lent_until for group in self._resident if group.allocation.is_lent] or [0])
+        return at >= max(self.base, lent_until)
+
+    def rewind(self, at: int) -> None:
+        """While idle, and only if it can: the history ends at `at`. What it would not have is gone (`kept`)."""
+        assert not self.staged and not (self.takes_room and self._is_active)
+        if at >= self.length:
+            return
+        if self.kept(at) < at or not at:
+            self.forget()
+            return
+        length, self.length = self.length, at
+        self.evicted = self.strategy.evicted(self.context.geometry, at)
+        self._end_quiet()
+        for part in self.parts:
+            part.rewind(at, length)
 
     @property
     def shared_bytes(self) -> int:
@@ -402,7 +439,7 @@ class SessionKV:
         """
         length = max(self.length, self.next_position + self.staged)
         floor = min(length, min((group.floor for group in self._resident), default=0))
-        self.length, self.staged, self.evicted = floor, 0, 0
+        self.length, self.coming, self.staged, self.evicted = floor, 0, 0, 0
         self._replayed = None
         self._is_active = not self.takes_room
         self._end_quiet()
@@ -410,19 +447,19 @@ class SessionKV:
             for part in self.parts:
                 stack.callback(part.forget, floor, length)
 
-    def copy_from(self, other: SessionKV) -> None:
-        """Copy the committed entries of `other`, which is idle, into this empty session.
+    def copy_from(self, other: SessionKV, at: int) -> None:
+        """Copy what `other`, which is idle, has `kept` of the first `at` positions into this empty session.
 
         `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied. Raises OSError
         if the second tier cannot store its part; after that, only `forget` can be called.
         """
         assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
-        length = other.length
-        if length <= self.base:
+        length, self.coming = other.kept(at), 0
+        if length <= self.base or other.is_dropped:
             return
         for part, theirs in zip(self.parts, other.parts, strict=True):
             part.copy_from(theirs, length)
-        self.length, self.evicted = length, other.evicted
+        self.length, self.evicted = length, self.strategy.evicted(self.context.geometry, length)
         self._end_quiet()
 
     # -- copies in files --------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.memory.allocation import allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.session_kv import (
     SessionKV,
     bound_of,
@@ -91,13 +92,15 @@ class Admission:
         *,
         tokens: int | None = None,
         parent: SessionKV | None = None,
+        kept_tokens: int = 0,
     ) -> SessionKV:
-        """Memory for a new session. With `parent` it is a fork, which reads the parent's entries where it can.
+        """Memory for a new session. With `parent` it is a fork, which reads the parent's first `kept_tokens` entries
+        where it can.
 
         tokens: the length of its history, if its memory grows with it; None: it gets all memory that it may need.
         Raises NoCapacity or QuotaExceeded; then no session was evicted or dropped.
         """
-        prefixes = parent.share() if parent is not None and self._limits.share_forks else ()
+        prefixes = () if parent is None else self.shared(parent, kept_tokens)
         base, limit = prefixes[0].end if prefixes else 0, limit_tokens
         if tokens is not None and grows_with_history(strategy, self._context, limit_tokens):
             assert limit_tokens is not None
@@ -121,6 +124,10 @@ class Admission:
             demands,
         )
         return kv[0]
+
+    def shared(self, parent: SessionKV, kept_tokens: int) -> tuple[SharedPrefix, ...]:
+        """What a session that begins as the parent did may read in its memory."""
+        return parent.share(kept_tokens) if self._limits.share_forks else ()
 
     def place(
         self,

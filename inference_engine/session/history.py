@@ -240,42 +240,44 @@ class History:
 
     # -- sharing ----------------------------------------------------------------------------------------------------
 
-    @property
-    def unshared_tokens(self) -> int:
-        """Tokens that a fork would copy: those of the open leaf."""
-        return self.length % LEAF_TOKENS
+    @staticmethod
+    def unshared_tokens(length: int) -> int:
+        """Tokens that a fork at `length` copies: those of its open leaf."""
+        return length % LEAF_TOKENS
 
-    def fork(self) -> History:
-        """A history that begins with this one's tokens and counts in the same holdings."""
+    def fork(self, length: int) -> History:
+        """A history that begins with this one's first `length` tokens and counts in the same holdings."""
+        assert 0 <= length <= self.length
         other = History(self.holdings, self._leaves, keeps_seen=self._keeps_seen)
-        whole = self.length - self.unshared_tokens
+        copied = self.unshared_tokens(length)
+        whole = length - copied
         full, rest = divmod(whole // LEAF_TOKENS, BRANCH_LEAVES)
         shared = self._branches[:full]
         opened: _Branch | None = None
         tail_bytes = 0
-        if rest or self.unshared_tokens:
+        if rest or copied:
             began = self._branch(full)
             opened = _Branch(began.leaves[:rest])
             began.shared, opened.shared = max(began.shared, rest), rest
-            if self.unshared_tokens:
+            if copied:
                 capacity = _LEAST_CAPACITY
-                while capacity < self.unshared_tokens:
+                while capacity < copied:
                     capacity *= 2
                 tail = self._leaves._new(capacity)
                 tail.holders, tail_bytes = 0, tail.nbytes
-                tail.ids[: self.unshared_tokens] = self.ids(whole)
-                tail.marks[: self.unshared_tokens] = self.marks(whole)
+                tail.ids[:copied] = self.ids(whole, length)
+                tail.marks[:copied] = self.marks(whole, length)
                 opened.leaves.append(tail)
                 other._capacity = capacity
         other._branches = [*shared, opened] if opened is not None else shared
-        other.length, other._capacity = self.length, whole + other._capacity
+        other.length, other._capacity = length, whole + other._capacity
         # From here on nothing is allocated.
         for branch in shared:
             assert branch is not None
             branch.holders += 1
         if opened is not None:
             self.holdings.nbytes += _BRANCH_BYTES + tail_bytes
-            self.holdings.tokens += self.unshared_tokens
+            self.holdings.tokens += copied
             for leaf in opened.leaves:
                 leaf.holders += 1
         return other

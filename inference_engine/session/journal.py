@@ -193,8 +193,8 @@ class Journal(Protocol):
 
     def open(self, record: SessionRecord) -> Saved: ...
 
-    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
-        """As `open`, for a session that begins with all tokens of the session `parent_id` until now."""
+    def fork(self, record: SessionRecord, parent_id: str, length: int) -> Saved:
+        """As `open`, for a session that begins with the first `length` tokens of the session `parent_id`."""
 
     def append(
         self,
@@ -314,10 +314,10 @@ class MemoryJournal:
             self._sessions[record.session_id] = (record, History(self._holdings, self._leaves, keeps_seen=False))
         return Saved()
 
-    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
+    def fork(self, record: SessionRecord, parent_id: str, length: int) -> Saved:
         with self._lock:
             assert record.session_id not in self._sessions
-            self._sessions[record.session_id] = (record, self._sessions[parent_id][1].fork())
+            self._sessions[record.session_id] = (record, self._sessions[parent_id][1].fork(length))
         return Saved()
 
     def append(

@@ -136,6 +136,27 @@ class Reader:
             self._db.execute("select position, mark, ids, logprobs, crc from ends where session = ?", (number,))
         )
 
+    def end_at(self, number: int, length: int) -> list[TokensRecord]:
+        """Of the first `length` tokens that are folded, those after the last whole row of `tokens`; fewer than a row.
+
+        None of a row that is damaged.
+        """
+        last = self._db.execute(
+            "select position, mark, ids, logprobs, crc from tokens where session = ? and position < ? "
+            "order by position desc limit 1",
+            (number, length),
+        )
+        for of, rows in ((0, list(last)), (number, self.end_rows(number))):
+            with suppress(HistoryCorrupt), damage_is_refused(0):
+                for position, mark, ids, logprobs, crc in rows:
+                    if position >= length or crc != tokens_crc(position, mark, ids, logprobs, of):
+                        continue
+                    records = unpacked(position, mark, ids, logprobs)
+                    ends = records[-1].position + len(records[-1].token_ids)
+                    if of or ends > length:
+                        return _first_of(records, length)
+        return []
+
     def end(self, number: int, length: int) -> list[TokensRecord]:
         """The tokens that did not fill a row, the last of `length` that are folded. Raises HistoryCorrupt."""
         for position, mark, ids, logprobs, crc in self.end_rows(number):
@@ -377,6 +398,16 @@ class Reader:
 
     def value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]
+
+
+def _first_of(records: Sequence[TokensRecord], length: int) -> list[TokensRecord]:
+    """Those of the tokens before position `length`."""
+    found = []
+    for record in records:
+        if (count := length - record.position) > 0:
+            values = None if record.logprobs is None else record.logprobs[:count]
+            found.append(replace(record, token_ids=record.token_ids[:count], logprobs=values))
+    return found
 
 
 def _text(value: bytes | None) -> str:

@@ -164,16 +164,7 @@ class Tables:
     def put_session(self, number: int, record: SessionRecord, parent: int | None, length: int) -> None:
         """length: of its history, all of which is its parent's: a fork of damaged rows lacks them, and is refused."""
         if parent is not None:
-            self.fold(parent)
-            self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), parent))
-            self._db.execute(
-                "insert into tokens select ?, position, mark, ids, logprobs, crc from tokens where session = ? "
-                "order by position",
-                (number, parent),
-            )
-            for position, mark, ids, logprobs, crc in self._reader.end_rows(parent):
-                if crc == tokens_crc(position, mark, ids, logprobs, parent):
-                    self._put_end(number, position, mark, ids, logprobs)
+            self._copy_tokens(number, parent, length)
         body = json.dumps({**asdict(record), "eos_token_ids": list(record.eos_token_ids)})
         self._db.execute(
             "insert into sessions values (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -188,6 +179,19 @@ class Tables:
                 0,
             ),
         )
+
+    def _copy_tokens(self, number: int, parent: int, length: int) -> None:
+        """The first `length` tokens of a session are those of another."""
+        self.fold(parent)
+        self._db.execute("update sessions set used_at = ? where session = ?", (self._wall_clock(), parent))
+        end = self._reader.end_at(parent, length)
+        self._db.execute(
+            "insert into tokens select ?, position, mark, ids, logprobs, crc from tokens where session = ? "
+            "and position < ? order by position",
+            (number, parent, end[0].position if end else length),
+        )
+        for row in packed(end):
+            self._put_end(number, row.position, row.mark, row.ids, row.logprobs)
 
     def put_tokens(
         self, number: int, position: int, mark: int, ids: bytes, logprobs: bytes | None, began: GenerateRecord | None

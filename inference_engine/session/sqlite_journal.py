@@ -217,9 +217,10 @@ class SQLiteJournal:
         self._record((self._tables.put_session, (known.number, record, None, 0)), (known.saved, 0), known)
         return known.saved
 
-    def fork(self, record: SessionRecord, parent_id: str) -> Saved:
+    def fork(self, record: SessionRecord, parent_id: str, length: int) -> Saved:
         parent = self._open[parent_id]
-        known = self._begin(record, parent.length)
+        assert length <= parent.length
+        known = self._begin(record, length)
         put = self._tables.put_session, (known.number, record, parent.number, known.length)
         self._record(put, (known.saved, known.length), known)
         return known.saved

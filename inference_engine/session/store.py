@@ -15,13 +15,14 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 from inference_engine.errors import (
     InvariantViolated,
     ModelMismatch,
+    NoCapacity,
     QuotaExceeded,
     SessionBusy,
     SessionClosed,
@@ -29,6 +30,7 @@ from inference_engine.errors import (
     SessionNotFound,
 )
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
 from inference_engine.metrics import EngineMetrics
@@ -113,34 +115,85 @@ class SessionStore:
                 self.histories.check_kept(owner, sessions=1)
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
-            session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
+            try:
+                session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
+            except BaseException:
+                kv.release()
+                raise
             self._add(session)
             return session
 
-    def fork(self, parent: Session, limit_tokens: int | None, label: str = "") -> Session:
-        """Open a session with the history of `parent`, which the caller holds; its entries are not copied yet.
+    def fork(self, parent: Session, at: int, limit_tokens: int | None, label: str = "") -> Session:
+        """Open a session with the first `at` tokens of `parent`, which the caller holds; its entries are not copied
+        yet.
 
         Both are pinned until `unpin`. Raises NoCapacity or QuotaExceeded.
         """
         with self._lock:
             if parent.is_closed:
                 raise SessionClosed
-            self.histories.check_owner(parent, parent.history.unshared_tokens)
+            self.histories.check_owner(parent, parent.history.unshared_tokens(at))
             if not parent.is_transient:
-                self.histories.check_kept(parent.owner, sessions=1, tokens=len(parent.history))
+                self.histories.check_kept(parent.owner, sessions=1, tokens=at)
             kv = self._admission.admit(
                 self._sessions.values(),
                 parent.kv.strategy,
                 limit_tokens,
                 parent.owner,
-                tokens=len(parent.history) + 1 if parent.kv.grows else None,
+                tokens=at + 1 if parent.kv.grows else None,
                 parent=parent.kv,
+                kept_tokens=entries_kept(at),
             )
-            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, label=label)
+            kv.coming = parent.kv.kept(entries_kept(at))
+            try:
+                session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
+            except BaseException:
+                kv.release()
+                raise
             parent.pins += 1
             session.pins += 1
             self._add(session)
             return session
+
+    def rewind(self, session: Session, at: int) -> Session:
+        """End a session, which the caller holds, and open another with its first `at` tokens in its place.
+
+        It takes over the memory; entries that the new one would not have are still in it (`SessionKV.rewind`), and it
+        is pinned until `unpin`. If other sessions have a part in them, it begins without memory of its own, behind the
+        shared prefix; it is reserved now if there is room, or else at the next use, as after a drop. So the call needs
+        no more room, sessions or tokens than there are.
+        """
+        with self._lock:
+            if session.is_closed:
+                raise SessionClosed
+            kv, ended = session.kv, self._without_memory(session)
+            is_its_own = kv.can_rewind(entries_kept(at))
+            if not is_its_own:
+                kv = self._without_memory(session, self._admission.shared(kv, entries_kept(at)))
+            try:
+                new = self._open(kv, session.eos_token_ids, session.owner, parent=session, at=at, label=session.label)
+            except BaseException:
+                if not is_its_own:
+                    kv.release()
+                raise
+            new.pins += 1
+            if is_its_own:
+                session.kv = ended
+            self._metrics.evicted.labels(reason="close").inc()
+            self._remove(session, "closed")
+            self._add(new)
+            if not is_its_own:
+                if not session.pins:
+                    session.kv.release()
+                with suppress(NoCapacity, QuotaExceeded):
+                    self._admission.readmit(self._sessions.values(), new)
+            return new
+
+    def _without_memory(self, session: Session, prefixes: Sequence[SharedPrefix] = ()) -> SessionKV:
+        kv = session.kv
+        return SessionKV(
+            kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=1 if kv.grows else None, is_dropped=True
+        )
 
     def find(self, session_id: str, owner: str) -> Session:
         """Raises SessionNotFound for an unknown, a closed and another owner's id alike; SessionEvicted to the owner."""
@@ -480,28 +533,12 @@ class SessionStore:
         owner: str,
         *,
         parent: Session | None = None,
+        at: int = 0,
         route: str = "",
         label: str = "",
         is_transient: bool = False,
     ) -> Session:
-        """A session around `kv`, with `parent`'s history, recorded in the journal. If that raises, `kv` is released."""
-        try:
-            return self._opened(kv, eos_token_ids, owner, parent, route=route, label=label, is_transient=is_transient)
-        except BaseException:
-            kv.release()
-            raise
-
-    def _opened(
-        self,
-        kv: SessionKV,
-        eos_token_ids: frozenset[int],
-        owner: str,
-        parent: Session | None,
-        *,
-        route: str,
-        label: str,
-        is_transient: bool,
-    ) -> Session:
+        """A session around `kv`, with the first `at` tokens of `parent`, recorded in the journal."""
         record = SessionRecord(
             _new_id(route if parent is None else _route_of(parent.session_id)),
             owner,
@@ -515,10 +552,10 @@ class SessionStore:
             label=label,
             created_at=self._wall_clock(),
         )
-        history = self.histories.begin(owner) if parent is None else parent.history.fork()
+        history = self.histories.begin(owner) if parent is None else parent.history.fork(at)
         journal = self._transient if is_transient else self._journal if parent is None else parent.journal
         try:
-            saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id)
+            saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id, at)
         except BaseException:
             history.release()
             raise
@@ -598,6 +635,11 @@ class SessionStore:
             session.journal.close(session.session_id)
             if outcome:
                 self._metrics.sessions_total.labels(outcome=outcome).inc()
+
+
+def entries_kept(at: int) -> int:
+    """Of a session that begins with `at` tokens of another: the last token is computed, for what comes after it."""
+    return max(0, at - 1)
 
 
 def _put_last(book: OrderedDict[str, T], key: str, value: T) -> None:

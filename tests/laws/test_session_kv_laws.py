@@ -446,7 +446,7 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
     ctx, entries = replace(context(capacity_entries=6 * LIMIT), ops=together), Entries(LIMIT)
     parent = active(Full(), ctx)
     feed(parent, entries, SEGMENT + 5)
-    fork = SessionKV(Full(), ctx, LIMIT, parent.share())
+    fork = SessionKV(Full(), ctx, LIMIT, parent.share(parent.length))
     assert fork.wake(LIMIT)
     kvs = [active(strategy, ctx), fork, active(SinkWindow(sink=3, window=9), ctx)]
     for kv, length in zip(kvs, (1, SEGMENT + 5, 30), strict=True):

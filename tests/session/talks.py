@@ -37,7 +37,7 @@ SESSIONS, MOST_SESSIONS = 3, 5  # that are open at first, and at once
 ANOTHER_USER = 65_534
 NO_FILE = "\0"
 METRICS = EngineMetrics()  # of all that only look at what is left: making them takes longer than the look
-ACTIONS = {"append": 40, "generate": 40, "fork": 6, "close": 5, "copy": 6, "drop": 2}
+ACTIONS = {"append": 40, "generate": 40, "fork": 6, "rewind": 4, "close": 5, "copy": 6, "drop": 2}
 
 
 def record_of(number: int, name: str = "session") -> SessionRecord:
@@ -135,6 +135,8 @@ class Talk:
             alive = len(self.alive)
             if action == "fork" and alive < MOST_SESSIONS:
                 self._open(one)
+            elif action == "rewind":
+                self._open(one, closes=True)
             elif action == "close" and alive > 1:
                 self._close(one)
             elif action in ("copy", "drop") and one.ids:
@@ -145,7 +147,8 @@ class Talk:
             self._open(None)
         self.journal.request_sync()
 
-    def _open(self, parent: Life | None) -> None:
+    def _open(self, parent: Life | None, *, closes: bool = False) -> None:
+        """With a parent, with its first tokens; closes: in its place."""
         record = record_of(len(self.lives), "talk")
         self.units += 1
         one = Life(record, self.units)
@@ -153,9 +156,14 @@ class Talk:
             if parent is None:
                 self.journal.open(record)
             else:
-                self.journal.fork(record, parent.id)
-                one.ids, one.marks = list(parent.ids), list(parent.marks)
-            self._reply(one, "opened" if parent is None else "forked", "x" * self.rng.randrange(200))
+                length = len(parent.ids) if self.rng.random() < 0.3 else self.rng.randrange(len(parent.ids) + 1)
+                self.journal.fork(record, parent.id, length)
+                one.ids, one.marks = parent.ids[:length], parent.marks[:length]
+                if closes:
+                    self.journal.close(parent.id)
+                    parent.closed = self.units
+            kind = "opened" if parent is None else "rewound" if closes else "forked"
+            self._reply(one, kind, "x" * self.rng.randrange(200))
         one.lengths[len(one.ids)] = self.units
         self.lives.append(one)
         self.by_id[one.id] = one

@@ -95,11 +95,15 @@ def test_histories_that_fork_and_end_are_each_their_own_and_count_what_they_shar
                     history.extend(ids, mark)
                     cells += [Cell(token_id, mark) for token_id in ids.tolist()]
                 case "fork":
-                    copied = len(cells) % 128
-                    shared = len(cells) - copied
-                    assert history.unshared_tokens == copied
+                    length = data.draw(st.one_of(st.just(len(cells)), st.integers(0, len(cells))))
+                    copied = length % 128
+                    shared = length - copied
+                    assert history.unshared_tokens(length) == copied
                     alive.append(
-                        (history.fork(), cells[:shared] + [Cell(one.token_id, one.mark) for one in cells[shared:]])
+                        (
+                            history.fork(length),
+                            cells[:shared] + [Cell(one.token_id, one.mark) for one in cells[shared:length]],
+                        )
                     )
                 case "reserve":
                     history.reserve(data.draw(st.integers(0, 300)))
@@ -164,7 +168,7 @@ def test_a_fork_of_a_long_history_holds_next_to_nothing_until_it_grows() -> None
         history.extend(some(65_536), Mark.APPENDED)
     before = Holdings(holdings.tokens, holdings.nbytes)
     tracemalloc.start()
-    forks = [history.fork() for _ in range(100)]
+    forks = [history.fork(len(history)) for _ in range(100)]
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 100 * 4096
@@ -206,7 +210,7 @@ def test_a_fork_is_in_the_journal_from_its_beginning_and_costs_it_nothing() -> N
     ids = some(4 * LEAF_TOKENS)
     journal.append("parent", 0, ids, Mark.APPENDED)
     held = journal.held_bytes()
-    journal.fork(record("fork"), "parent")
+    journal.fork(record("fork"), "parent", len(ids))
     assert journal.held_bytes() - held < 1024
     journal.append("parent", len(ids), some(3, 1), Mark.GENERATED)
     journal.append("fork", len(ids), some(3, 2), Mark.GENERATED)

@@ -117,7 +117,7 @@ def test_a_fork_of_a_session_whose_rows_are_damaged_is_refused_too_and_not_short
     assert journal._writer.flush(20)
     with journal._db_lock:
         journal._db.execute("update tail set body = zeroblob(5 + 4 * 10)")
-    journal.fork(record_of(1), "session-0")
+    journal.fork(record_of(1), "session-0", 10)
     if grows:
         journal.append("session-1", 10, np.ones(3, dtype=np.uint32), Mark.APPENDED)
     journal.leave("session-1")

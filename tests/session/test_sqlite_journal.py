@@ -161,19 +161,29 @@ def test_turns_of_any_size_are_read_again_as_they_were(tmp_path: Path, largest: 
             journal.stop()
             journal = open_journal(tmp_path)
             assert journal.load("session-0", "alice") is not None
-    journal.fork(record_of(1), "session-0")
+    lengths = [len(ids), len(ids), 0, 1, 500, 2000, *rng.integers(0, len(ids), 8).tolist()]
+    for number, length in enumerate(lengths[1:], start=1):
+        journal.fork(record_of(number), "session-0", length)
     journal.stop()
     journal = open_journal(tmp_path)
-    for number in range(2):
+    for number, length in enumerate(lengths):
         kept = journal.load(f"session-{number}", "alice")
         assert kept is not None
+        assert sum(len(row.token_ids) for row in kept.tokens) == length
+        if not length:
+            continue
         assert [row.position for row in kept.tokens] == np.cumsum([0, *(len(one.token_ids) for one in kept.tokens)])[
             :-1
         ].tolist()
-        assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids
-        assert [int(row.mark) for row in kept.tokens for _ in row.token_ids] == marks
+        assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids[:length]
+        assert [int(row.mark) for row in kept.tokens for _ in row.token_ids] == marks[:length]
         found = [np.full(len(one.token_ids), np.nan) if one.logprobs is None else one.logprobs for one in kept.tokens]
-        np.testing.assert_array_equal(np.concatenate(found), values)
+        np.testing.assert_array_equal(np.concatenate(found), values[:length])
+        journal.append(f"session-{number}", length, np.array([7, 8], dtype=np.uint32), Mark.APPENDED)
+        journal.leave(f"session-{number}")  # which folds them
+        again = journal.load(f"session-{number}", "alice")
+        assert again is not None
+        assert np.concatenate([row.token_ids for row in again.tokens]).tolist() == [*ids[:length], 7, 8]
     journal.stop()
 
 
@@ -303,6 +313,6 @@ def test_a_session_was_used_when_it_is_said_to_have_been_whenever_it_leaves_memo
     assert [one.used_at for one in journal.everyone()] == [9000.0]
     assert journal.load("session-0", "alice") is not None
     now = 9500.0
-    journal.fork(record_of(1), "session-0")
+    journal.fork(record_of(1), "session-0", 5)
     assert [one.used_at for one in journal.everyone()] == [9500.0, 9500.0]
     journal.stop()

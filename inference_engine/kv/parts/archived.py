@@ -198,6 +198,14 @@ class ArchivedEntries(ArchivedPart):
             exact.regions.load(length, saved_under(index, saved))
         self._archive.load(self._kept(length), saved["archive"])
 
+    def can_rewind(self, at: int, length: int) -> bool:
+        """What was archived since is exact nowhere."""
+        return all(exact.regions.can_rewind(at, length) for exact in self._sets)
+
+    def rewind(self, at: int, length: int) -> None:
+        for exact in self._sets:
+            exact.regions.rewind(at, length)
+
     def _kept(self, length: int) -> list[Positions]:
         """The archived positions of a history of `length`, per set of layers."""
         return [exact.leaving(0, length) for exact in self._sets]

@@ -166,6 +166,12 @@ class BlockIndex(LayerPart):
             self._slots.put(self._slots.buffer.keys, self._places(length), low)
             self._slots.put(self._slots.buffer.values, self._places(length), high)
 
+    def can_rewind(self, at: int, length: int) -> bool:
+        return True
+
+    def rewind(self, at: int, length: int) -> None:
+        self._slots.wipe(self._places(length)[at // self._selector.block :])
+
     def forget(self, floor: int, length: int) -> None:
         self._slots.wipe(self._places(length))
 

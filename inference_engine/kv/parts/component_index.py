@@ -363,6 +363,14 @@ class ComponentIndex(LayerPart):
             for half, source in zip(own, given, strict=True):
                 half.copy_(source)
 
+    def can_rewind(self, at: int, length: int) -> bool:
+        return True
+
+    def rewind(self, at: int, length: int) -> None:
+        for written, kept in zip(self._written(length), self._written(at), strict=True):
+            for half, first in zip(written, kept, strict=True):
+                half[len(first) :].zero_()
+
     def forget(self, floor: int, length: int) -> None:
         for own in self._written(length):
             for half in own:

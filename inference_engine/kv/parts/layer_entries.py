@@ -255,10 +255,14 @@ class LayerEntries(LayerSlots, Part):
         if not self._has_slots_of(other):
             Part.copy_from(self, other, length)  # a class with slots has no `super()` before it is made anew
             return
-        self.copy_slots(other, 0, 0, self.paged_slots(length))
+        paged = self.paged_slots(length)
+        self.copy_slots(other, 0, 0, paged)
         self.copy_slots(other, self.layout.capacity, other.layout.capacity, min(self.layout.spare, length))
         held = min(len(self.held), len(other.held))
         self.held[:held] = other.held[:held]
+        later = np.flatnonzero(self.held >= length)
+        self.held[later] = -1
+        self.wipe(later[later < paged])
         theirs = {type(part): part for part in other.parts}
         for part in self.parts:
             if type(part) in theirs:
@@ -270,18 +274,18 @@ class LayerEntries(LayerSlots, Part):
         return ours.base == theirs.base and (ours.window is None or ours.capacity == theirs.capacity)
 
     def save(self, length: int) -> Saved:
-        saved: Saved = {"entries": self._saved_entries()}
+        saved: Saved = {"entries": self._saved_entries(length)}
         for part in self.parts:
             saved = {**saved, **part.save(length)}
         return saved
 
-    def _saved_entries(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Positions [n], keys and values [layers, n, Hkv, D], one segment at a time."""
+    def _saved_entries(self, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Positions [n] below `length`, keys and values [layers, n, Hkv, D], one segment at a time."""
         step = self.context.geometry.segment_tokens
         for prefix in self.prefixes:
-            for positions, keys, values in prefix.entries(self.layer_set.layers, step):
+            for positions, keys, values in prefix.until(length).entries(self.layer_set.layers, step):
                 yield torch.from_numpy(positions), keys, values
-        held = np.sort(self.held[self.held >= self.layout.base])
+        held = np.sort(self.held[(self.held >= self.layout.base) & (self.held < length)])
         for first in range(0, len(held), step):
             positions = held[first : first + step]
             yield torch.from_numpy(positions), *self.read_entries(positions)
@@ -296,6 +300,20 @@ class LayerEntries(LayerSlots, Part):
         self._move_sink(length)
         for part in self.parts:
             part.load(length, saved)
+
+    def can_rewind(self, at: int, length: int) -> bool:
+        """As long as the window would begin where it does, no entry that it would have has left."""
+        layout = self.layout
+        has_all = max(layout.sink, layout.horizon(at)) == max(layout.sink, layout.horizon(length))
+        return has_all and all(part.can_rewind(at, length) for part in self.parts)
+
+    def rewind(self, at: int, length: int) -> None:
+        slots = np.flatnonzero(self.held >= at)
+        copies = self.layout.capacity + np.arange(min(self.layout.spare, at), min(self.layout.spare, length))
+        self.held[slots] = -1
+        self.wipe(np.concatenate([slots, copies]))
+        for part in self.parts:
+            part.rewind(at, length)
 
     def forget(self, floor: int, length: int) -> None:
         slots = np.flatnonzero(self.held >= floor)

@@ -341,19 +341,26 @@ class OffloadedEntries:
             self._load(layer, before)
         self._trail.clear()
 
+    def rewind(self) -> None:
+        """The history is shorter, by no entry that is stored. Fetched blocks leave: later tokens have chosen them."""
+        self._empty_places()
+
     def forget(self) -> None:
         """Drop all entries and fetched blocks."""
-        was_by_numbers = self._is_by_numbers
-        self._read_by_views()
+        self._empty_places()
         self.end = self.layout.sink
         self._recorded = 0
+        self._store.clear()
+
+    def _empty_places(self) -> None:
+        was_by_numbers = self._is_by_numbers
+        self._read_by_views()
         for layer, places in self._places.items():
             # What the operation fetched is not known: every place is wiped.
             before = np.zeros_like(places) if was_by_numbers else places
             self._places[layer] = np.full_like(places, -1)
             self._load(layer, before)
         self._trail.clear()
-        self._store.clear()
 
     def release(self) -> None:
         self._store.close()
@@ -467,6 +474,10 @@ class OffloadedBlocks(BlockIndex):
     def load(self, length: int, saved: Saved) -> None:
         super().load(length, saved)
         self._offloaded.load(saved["offloaded"])
+
+    def rewind(self, at: int, length: int) -> None:
+        super().rewind(at, length)
+        self._offloaded.rewind()
 
     def forget(self, floor: int, length: int) -> None:
         with ExitStack() as stack:

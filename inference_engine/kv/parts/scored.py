@@ -137,6 +137,10 @@ class ScoredEntries(LayerPart):
         for states, entries in ((slots.buffer.keys, keys), (slots.buffer.values, values)):
             slots.put(states, places, entries.take_along_dim(kept, dim=1))
 
+    def can_rewind(self, at: int, length: int) -> bool:
+        """Places change hands when entries leave."""
+        return True
+
     def forget(self, floor: int, length: int) -> None:
         self._asked = {}
 

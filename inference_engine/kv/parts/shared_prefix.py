@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -77,6 +77,11 @@ class SharedPrefix:
         for piece in self.pieces:
             piece.allocation.give_back()
 
+    def until(self, position: int) -> SharedPrefix:
+        """Its entries of positions below this one."""
+        pieces = [replace(each, last=min(each.last, position)) for each in self.pieces if each.first < position]
+        return SharedPrefix(pieces, self._buffer, entry_bytes=self._entry_bytes)
+
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each piece, [Hkv, n, D]: views."""
         return [self.chunk(layer, piece.first, piece.last) for piece in self.pieces]
@@ -124,6 +129,9 @@ class PrefixEntries(LayerPart):
         count = self._slots.slot_count(queries.end)
         mask = self._slots.mask(queries.positions, count, step)
         return PrefixView(region=self._slots.region, count=count, mask=mask, prefix=self._prefix)
+
+    def can_rewind(self, at: int, length: int) -> bool:
+        return at >= self._prefix.end
 
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: other sessions own the entries."""

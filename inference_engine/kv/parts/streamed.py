@@ -74,6 +74,9 @@ class StreamedReads(LayerPart):
     def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         return self._slots.layout.segment_end(int(positions[0]))
 
+    def can_rewind(self, at: int, length: int) -> bool:
+        return True
+
     def forget(self, floor: int, length: int) -> None:
         """Nothing to do: the archive forgets."""
 
