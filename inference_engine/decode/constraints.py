@@ -3,14 +3,14 @@ choice.
 
     grammar     compiled once, by owner and content, on threads of low priority; what is too dear is refused
     automaton   one place in it: consume ids, roll back, the ids that may follow, those that must
-    matching    the automaton of one Generate: a worker moves it on while the device computes the next step
+    matching    the automaton of one Generate, moved on before a step: is it over? what may follow? what must?
 
-    worker      consume the last tokens ─ look: over? what may follow? what must?  ─ masks along a draft
-    engine's    settle a step ▸ advance     choose a step ▸ is it over? draft       draw ▸ along
+    engine's thread     settle a step ▸ advance      before the next ▸ begin, look, cut      draw ▸ along
 
 A mask is a function of the tokens since the Generate began, so it is rebuilt from the history wherever a Generate goes
-on. Ids that end the Generate are allowed where the output may end, and nowhere else. A worker that takes longer than
-the step and `_GRACE_SECONDS` makes its own Generate wait for a later step, and no other.
+on. Ids that end the Generate are allowed where the output may end, and nowhere else. What
+takes microseconds is done at once. An automaton that took longer is moved on by workers while the device computes; one
+that is not done then makes its own Generate wait for a later step, and no other.
 
 Text is matched by llguidance (https://github.com/guidance-ai/llguidance), over the bytes of tokens.
 """
@@ -47,9 +47,10 @@ if TYPE_CHECKING:
 MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
 _COMPILERS, _WORKERS = 4, 2
-_COMPILER_PRIORITY = 19  # of its threads: they yield the processor to a step
+_COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
 _GRACE_SECONDS = 0.001
-_SLOW_SECONDS = 0.001  # a grammar whose masks take longer gets no drafts
+# An automaton that takes longer is left to workers, for some tokens at first, and twice as many each time.
+_SLOW_SECONDS, _SLOW_TOKENS, _MOST_SLOW_TOKENS = 0.0005, 4, 1024
 _RETRY_SECONDS = 1.0
 # Of llguidance: work and memory of one grammar. A mask takes a few milliseconds at most.
 _LIMITS: dict[str, Any] = {
@@ -240,7 +241,8 @@ class Look:
 class Matching:
     """The place of one Generate in its grammar; implements Masks. Called on the engine's thread.
 
-    At any time at most one worker moves the automaton, and `_work` is its result.
+    Its automaton is moved on at once where that takes microseconds, which it does nearly always, and by a worker where
+    it took longer, at its beginning or lately: then `_working` is what it will know.
     """
 
     def __init__(
@@ -258,24 +260,40 @@ class Matching:
         self._automaton: Automaton | None = None
         self._known: Look | None = None  # of the place after all tokens so far; None until it was looked at
         self._along: Sequence[Mask | None] = ()  # after each number of draft tokens, of the draw that is under way
-        self._is_slow = False
+        self._next: Callable[[], list[Mask | None]] | None = None  # what is to be found out, and was not begun
+        self._found: list[Mask | None] = []
+        self._error: BaseException | None = None
+        # Tokens that are left to workers yet, and how many were the last time; seconds of the last one.
+        self._slow = self._slow_next = _SLOW_TOKENS
+        self._took = 0.0
         self.is_late = False  # a step came to its draw before the worker was done
-        self._work = work_on(functools.partial(self._go, before))
+        self._working: Future[Any] | None = work_on(functools.partial(self._go, before))
+
+    def begin(self) -> None:
+        """Before a step: have what follows the last tokens found out."""
+        if self._next is None:
+            return
+        todo, self._next = self._next, None
+        if self._slow:
+            self._slow -= 1
+            self._working = self._work_on(todo)
+            return
+        try:
+            self._found = todo()
+        except BaseException as error:  # noqa: BLE001 - raised by `look`; a panic of the library, too
+            self._error = error
+        self._judge()
 
     @property
     def is_ready(self) -> bool:
-        """Is the worker done? Then `look` does not wait."""
-        return self._work.done()
-
-    @property
-    def is_expected(self) -> bool:
-        """Is the worker soon done, by what it took before?"""
-        return not (self._is_slow or self.is_late)
+        """Does `look` not wait?"""
+        return self._next is None and (self._working is None or self._working.done())
 
     def look(self, position: int) -> Look:
         """The place after all tokens so far. Waits. Raises ConstraintFailed; position: of the token to come."""
         self.is_late = False
-        if (error := self._work.exception()) is not None:
+        self._arrive()
+        if (error := self._error) is not None:
             if not isinstance(error, _BrokenError):
                 raise RuntimeError("an automaton failed") from error  # a panic of the library is no Exception
             raise ConstraintFailed(str(error), position) from error
@@ -292,31 +310,37 @@ class Matching:
     def advance(self, token_ids: Sequence[int]) -> None:
         """Tokens were committed, none of which ends the Generate."""
         self._known = None
-        self._work = self._work_on(functools.partial(self._go, token_ids))
+        self._next = functools.partial(self._go, token_ids)
 
     def forced(self) -> Sequence[int]:
         """Ids that follow in any output, if they are known."""
         return self._known.forced if self.is_ready and self._known is not None else ()
 
     def cut(self, draft: Sequence[int]) -> int:
-        """How much of a draft may follow. The worker finds the masks along that."""
-        if not self.is_ready or self._known is None or self._automaton is None or self._is_slow:
+        """How much of a draft may follow; the masks along that are found out."""
+        is_slow = self._slow > 0 and self._slow_next > _SLOW_TOKENS
+        if is_slow or not self.is_ready or self._known is None or self._automaton is None:
             return 0
         count = next((place for place, each in enumerate(draft) if each in self._stop_ids), len(draft))
         if count := self._automaton.fitting(draft[:count]):
-            self._work = self._work_on(functools.partial(self._look_along, draft[:count], self._known.mask))
+            self._next = functools.partial(self._look_along, draft[:count], self._known.mask)
+            self.begin()
         return count
 
     def along(self, drafted: Sequence[int]) -> Sequence[Mask | None]:
         if self._along:  # the device looks again
             return self._along
         count = len(drafted) + 1
-        done, _ = wait([self._work], timeout=_GRACE_SECONDS)
-        self.is_late = not done
         found: Sequence[Mask | None] = ()
-        if done and self._work.exception() is None:
-            found = self._work.result()
-        self._along = [*found, *[None] * (count - len(found))]
+        if self._working is not None:
+            wait([self._working], timeout=_GRACE_SECONDS)
+            self.is_late = not self._working.done()
+        if not self.is_late:
+            self._arrive()
+            found = () if self._error is not None else self._found
+        # Where nothing may follow, nothing is drawn: `look` says so.
+        usable = [mask if mask is not None and mask.any() else None for mask in found[:count]]
+        self._along = [*usable, *[None] * (count - len(usable))]
         return self._along
 
     def end_draw(self) -> int:
@@ -325,7 +349,22 @@ class Matching:
         masks, self._along = self._along, ()
         return next((place for place, mask in enumerate(masks) if mask is None), len(masks))
 
-    # -- workers ------------------------------------------------------------------------------------------------------
+    def _arrive(self) -> None:
+        """Take what the worker found. Waits for it."""
+        if self._working is not None:
+            working, self._working = self._working, None
+            self._error = working.exception()
+            if self._error is None:
+                self._found = working.result()
+            self._judge()
+
+    def _judge(self) -> None:
+        """Was that slow?"""
+        if self._took > _SLOW_SECONDS:
+            self._slow = self._slow_next = min(2 * self._slow_next, _MOST_SLOW_TOKENS)
+            self._took = 0.0
+
+    # -- at once, or by a worker ---------------------------------------------------------------------------------------
 
     def _go(self, token_ids: Sequence[int]) -> list[Mask | None]:
         began = time.perf_counter()
@@ -341,8 +380,8 @@ class Matching:
         mask = None if is_over else self._mask(automaton)
         if automaton.broken:
             raise _BrokenError(automaton.broken)
+        self._took = time.perf_counter() - began
         self._known = Look(is_over=is_over, may_end=is_over or automaton.may_end, forced=forced, mask=mask)
-        self._is_slow = time.perf_counter() - began > _SLOW_SECONDS
         return [mask]
 
     def _mask(self, automaton: Automaton) -> Mask:
@@ -377,9 +416,12 @@ class Matching:
         return found
 
 
-def wait_for(matchings: Sequence[Matching]) -> None:
-    """A moment, for the workers of those that are soon done: what they find is drafted."""
-    wait([each._work for each in matchings if each.is_expected], timeout=_GRACE_SECONDS)
+def begin_all(matchings: Sequence[Matching]) -> None:
+    """Before a step. Waits a moment for the workers that are under way: what they find may be drafted."""
+    for each in matchings:
+        each.begin()
+    if working := [each._working for each in matchings if each._working is not None and not each.is_late]:
+        wait(working, timeout=_GRACE_SECONDS)
 
 
 class Constraints:

@@ -25,7 +25,7 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 _ROWS = 64  # of the table in which large numbers are looked for
-_FEW, _MOST = 64, 8192  # ids that are looked at first, and at most: more are not worth it
+_FEW, MOST = 64, 8192  # ids that are looked at first, and at most: more are not worth it
 # Relative errors, with room: of float64 weights and of their sum in any order; of float32 weights, whose arguments are
 # rounded, too: numbers of up to 100, three times by 2 ** -24.
 _EXACT, _ROUGH = 1e-11, 4e-5
@@ -57,9 +57,10 @@ def drawn_from_few(
     weigh: Weigh | None = None,
     allowed: Sequence[Ids | None] | None = None,
 ) -> list[int | None]:
-    """A token of each row of finite logits [V], or None. No sampling is greedy. keys: of the rows' noise.
+    """A token of each row of logits [V], or None. No sampling is greedy. keys: of the rows' noise.
 
-    weigh: the device's own; None: there is none. allowed: of each row the ids it may be, ascending; None: all.
+    weigh: the device's own; None: there is none. allowed: of each row the few ids it may be, ascending; None: all that
+    are not -inf, which are many.
     """
     allowed = [None] * len(rows) if allowed is None else allowed
     heavy: list[Heavy | None] = [None] * len(rows)
@@ -71,7 +72,7 @@ def drawn_from_few(
         for place, one in zip(whole, weighed, strict=True):
             heavy[place] = one
     found = [
-        _candidates(row, sampling, key, one) if ids is None else _candidates_of(ids, row, sampling, key)
+        _candidates(row, sampling, key, one) if ids is None else _candidates_of(ids, row, sampling)
         for ids, row, sampling, key, one in zip(allowed, rows, samplings, keys, heavy, strict=True)
     ]
     known = [ids for ids in found if ids is not None]
@@ -105,7 +106,7 @@ def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = No
         kept = np.flatnonzero(row >= least - _ROUGH * abs(least))
     else:
         return _lifted(row, sampling.temperature, key)
-    if kept is None or len(kept) > _MOST:
+    if kept is None or len(kept) > MOST:
         return None
     if sampling.min_p > 0.0:
         left = row[kept].astype(np.float64) / sampling.temperature
@@ -114,12 +115,8 @@ def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = No
     return kept
 
 
-def _candidates_of(allowed: Ids, row: Row, sampling: Sampling, key: int) -> Ids | None:
+def _candidates_of(allowed: Ids, row: Row, sampling: Sampling) -> Ids | None:
     """As `_candidates`, of the ids that are allowed alone."""
-    if len(allowed) > _MOST:
-        masked = only(row, allowed)
-        found = _candidates(masked, sampling, key)
-        return None if found is None else found[masked[found] > -np.inf]
     kept = allowed
     if sampling.top_k or sampling.top_p < 1.0:
         kept = _ranked(row, allowed)[: sampling.top_k or None]
@@ -178,7 +175,7 @@ def _nucleus(row: Row, sampling: Sampling, top_k: int, heavy: Heavy | None) -> I
         return ranked[:kept]
     # All ids whose weights are below this are together less than what top_p cuts.
     others = np.flatnonzero(weights >= (1.0 - sampling.top_p) / len(row))
-    if len(others) > _MOST:
+    if len(others) > MOST:
         return None
     ranked = np.concatenate([ranked, _ranked(row, others)])
     weights[others] = 0.0

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from inference_engine.kernels.cpu_sampling import Weigh, drawn_from_few, only
+from inference_engine.kernels.cpu_sampling import MOST, Weigh, drawn_from_few, only
 from inference_engine.kernels.gumbel_noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
 from inference_engine.kernels.transfer import on_device
 from inference_engine.types import Sampling
@@ -404,11 +404,18 @@ def _drawn_on_host(
                 largest = own[-1] = largest._replace(token_id=int(row.argmax()))
             if is_greedy and (mask is None or mask[largest.token_id >> 3] >> (largest.token_id & 7) & 1):
                 continue
-            ids = None if mask is None else ids_in(mask, len(row))
-            if ids is not None and (is_greedy or len(ids) == 1):
-                own[-1] = largest._replace(token_id=int(ids[row[ids].argmax()]))
-                continue
-            rows.append(row)
+            left, ids = row, None
+            if mask is not None:
+                bits = _bits(mask, len(row))
+                if np.count_nonzero(bits) > MOST:
+                    left = np.where(bits, row, np.float32(-np.inf))
+                else:
+                    ids = bits.nonzero()[0]
+                if is_greedy or (ids is not None and len(ids) == 1):
+                    token_id = left.argmax() if ids is None else ids[row[ids].argmax()]
+                    own[-1] = largest._replace(token_id=int(token_id))
+                    continue
+            rows.append(left)
             samplings.append(sampler.sampling)
             keys.append(key(sampler.seed, each.position + offset))
             places.append((own, offset))
@@ -419,15 +426,19 @@ def _drawn_on_host(
     ):
         token_id = found
         if token_id is None:
-            left = torch.from_numpy(row if ids is None else only(row, ids))
-            token_id = int(draw(left[None], [sampling], [own_key], noise_of_all))
+            left = row if ids is None else only(row, ids)
+            token_id = int(draw(torch.from_numpy(left)[None], [sampling], [own_key], noise_of_all))
         own[offset] = Sample(token_id, None, is_finite=True)
     return samples
 
 
 def ids_in(mask: Mask, vocab: int) -> NDArray[np.int64]:
     """The ids that a mask allows, ascending."""
-    return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_).nonzero()[0]
+    return _bits(mask, vocab).nonzero()[0]
+
+
+def _bits(mask: Mask, vocab: int) -> NDArray[np.bool_]:
+    return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
 
 
 def _masked(logits: Tensor, masks: Sequence[Mask | None]) -> Tensor:

@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.constraints import Constraints, wait_for
+from inference_engine.decode.constraints import Constraints, begin_all
 from inference_engine.decode.draft import Drafter, NoDrafter, TokenIds
 from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
 from inference_engine.errors import (
@@ -368,7 +368,7 @@ class Scheduler:
             self._last_step = None
             return
         if self._constrained:
-            wait_for([request.matching for request in self._constrained if request.matching is not None])
+            begin_all([request.matching for request in self._constrained if request.matching is not None])
         requests = [
             request
             for request in list(self._running)
