@@ -25,7 +25,7 @@ from inference_engine.engine import Engine
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.http.chat_text import load_chat_text
 from inference_engine.server.run import ServerHandle, serve
-from inference_engine.types import Durability
+from inference_engine.types import Durability, TokenBytes
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 
 # Small, and on one core: what stands in for a device shall leave the processor to what is measured.
@@ -55,7 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         journal = SQLiteJournal(Path(config.state_dir), config.kept, weights=WEIGHTS, metrics=metrics)
     chat = load_chat_text(Path(args.tokenizer), name=args.tokenizer) if args.tokenizer else None
-    with Engine(forward, config, journal=journal, metrics=metrics) as engine:
+    # Ids stand for bytes, as far as there are any, so that output can be constrained.
+    tokens = TokenBytes(
+        tokens=tuple(bytes([at % 256]) for at in range(VOCABULARY)), specials=(0, *range(256, VOCABULARY))
+    )
+    with Engine(forward, config, journal=journal, metrics=metrics, read_tokens=lambda: tokens) as engine:
 
         def ready(handle: ServerHandle) -> None:
             process.announce(ready_line(handle, engine))

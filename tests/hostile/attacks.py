@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import struct
 import sys
 import threading
@@ -373,6 +374,41 @@ def forks_of_a_long_history(target: str, seconds: float) -> int:
     return sent
 
 
+def dear_constraints(target: str, seconds: float) -> int:
+    """Generates under constraints that take work to compile, to match, or both; a new one each time."""
+    sent, ends = 0, time.monotonic() + seconds
+    options: dict[str, Any] = {"metadata": METADATA, "timeout": 10.0}
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        session = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=900), **options).session_id
+        stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2, 3]), **options)
+        while time.monotonic() < ends:
+            for constraint in _dear_constraints(sent):
+                request = pb.GenerateRequest(session_id=session, max_tokens=40, constraint=constraint, temperature=5.0)
+                with contextlib.suppress(grpc.RpcError):
+                    list(stub.Generate(request, **options))
+                sent += 1
+        _close(stub, session)
+    return sent
+
+
+def _dear_constraints(number: int) -> Iterator[pb.Constraint]:
+    """Exponential, recursive, of 4 MiB, of many states; `number` makes each another one than before."""
+    schema: dict[str, Any] = {"type": "string", "title": str(number)}
+    for _ in range(7):
+        schema = {"anyOf": [{"type": "object", "properties": {f"k{at}": schema}} for at in range(3)]}
+    yield pb.Constraint(json_schema=json.dumps(schema))
+    recursive = {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"items": {"$ref": "#/$defs/a"}}]}}}
+    yield pb.Constraint(json_schema=json.dumps({**recursive, "$ref": "#/$defs/a", "title": str(number)}))
+    yield pb.Constraint(json_schema=json.dumps({"enum": [f"{number}-{at:09}" for at in range(250_000)]}))
+    yield pb.Constraint(json_schema='{"items":' * 3000 + "{}" + "}" * 3000)
+    yield pb.Constraint(regex=f"(.*a.{{300}}b.{{{300 + number % 99}}}c)*")
+    yield pb.Constraint(regex=f"((a{{1,100}}b?){{1,100}}c?){{1,{100 + number % 99}}}")
+    long = {"type": "string", "pattern": "^(a|ab|b.*c)*$", "minLength": 50_000 + number, "maxLength": 100_000}
+    yield pb.Constraint(json_schema=json.dumps(long))
+    yield pb.Constraint(lark=f'start: s\ns: s s s | s s | "a" | "{number}"')
+
+
 def _close(stub: Any, session_id: str) -> None:
     with contextlib.suppress(grpc.RpcError):
         stub.CloseSession(pb.CloseSessionRequest(session_id=session_id), metadata=METADATA, timeout=10.0)
@@ -400,6 +436,7 @@ WITH_KEY: dict[str, Attack] = {
     "an owner's calls that are headers alone": half_open_of_owner,
     "streams that are not read": unread_streams,
     "forks of a long history": forks_of_a_long_history,
+    "constraints that are dear": dear_constraints,
 }
 ATTACKS = WITHOUT_KEY | WITH_KEY
 

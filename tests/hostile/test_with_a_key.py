@@ -39,6 +39,10 @@ def test_an_owner_is_served_beside_forks_of_a_long_history_which_take_no_memory_
     attack("forks of a long history", SHORT_SECONDS, attacked)
 
 
+def test_an_owner_is_served_beside_constraints_that_take_work_to_compile_and_to_match(attacked: Attacked) -> None:
+    attack("constraints that are dear", SHORT_SECONDS, attacked)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", WITH_KEY)
 def test_an_owner_is_served_beside_a_long_attack_of_another(name: str, attacked: Attacked) -> None:
