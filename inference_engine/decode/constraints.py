@@ -43,6 +43,7 @@ from inference_engine.types import Constraint, ConstraintKind, ReadTokenBytes, T
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions  # types only: the package does not name it
 
 MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
@@ -66,7 +67,7 @@ _LIMITS: dict[str, Any] = {
 
 # As Python's json.dumps writes it: a model knows that, and nothing is left open that a schema does not leave open.
 # What a schema says in "x-guidance" comes before it.
-_JSON: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Automaton(Protocol):

@@ -87,12 +87,10 @@ class Bench:
                 session = self.opened(self.ids_of(prompt))
                 running.append((schema, session, self.engine.generate(session, params)))
             for schema, session, generation in running:
-                ids: list[int] = []
-                for event in generation:
-                    if isinstance(event, TokenCommitted):
-                        ids.append(event.token_id)
-                    elif isinstance(event, Finished):
-                        end = event
+                events = list(generation)
+                ids = [event.token_id for event in events if isinstance(event, TokenCommitted)]
+                end = events[-1]
+                assert isinstance(end, Finished)
                 self.engine.close_session(session)
                 yield schema, self._tokenizer.decode(ids, skip_special_tokens=True), end
 
@@ -128,8 +126,8 @@ class Bench:
         for each in running:
             done += sum(isinstance(event, TokenCommitted) for event in each)
         seconds = time.perf_counter() - began
-        for each in opened:
-            self.engine.close_session(each)
+        for session in opened:
+            self.engine.close_session(session)
         return seconds / (done / sessions)
 
 

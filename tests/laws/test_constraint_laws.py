@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,8 @@ def test_a_mask_after_a_roll_back_is_the_one_before(kind: Kind) -> None:
         assert automaton.mask().tobytes() == masks[len(ids) - back]
         assert automaton.fitting(ids[-back:]) == back
         fresh = grammar.start()
-        for token, mask in zip(ids, masks, strict=False):
-            assert fresh.mask().tobytes() == mask and fresh.consume(token)
+        for token, expected in zip(ids, masks, strict=False):
+            assert fresh.mask().tobytes() == expected and fresh.consume(token)
 
 
 class Dead:
@@ -183,7 +184,7 @@ class Dead:
         self.consumed += token_id == 7
         return token_id == 7
 
-    def fitting(self, token_ids: list[int]) -> int:
+    def fitting(self, token_ids: Sequence[int]) -> int:
         return 0
 
     def roll_back(self, count: int) -> None:
