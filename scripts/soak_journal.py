@@ -9,12 +9,13 @@ Kills have three forms: of an engine that acknowledges through a pipe, and of a 
 happens in the lives that they end:
 
     all kills         sessions are made, appended to, generated from, forked and closed; a fork and the session that it
-                      was made from go on by turns, and they leave memory and come back
+                      was made from go on by turns, and they leave memory and come back; but with the TypeScript SDK,
+                      they are rewound
     with a pipe       each owner has more sessions than may be in memory, K/V comes from files, and in the next life
                       some answered calls are made again with their request ids: their answers are the same
     under an SDK      sessions leave memory when they rest, in the lives that are long; others are made again by the SDK
     power and faults  a journal alone: replies to calls of every kind, Generates with request ids and without, forks,
-                      closes, rows of copies of K/V, sessions that leave memory and come back
+                      rewinds, closes, rows of copies of K/V, sessions that leave memory and come back
 
 After each, the sessions are those that their owners know, with the histories and the answers that they were sent; one
 that was closed is gone; and what was not confirmed is there until some moment, and nothing later. Each of
@@ -73,13 +74,15 @@ BY_AGENTS = {
     "close": ("closes", "closes"),
     "came back": ("came back into memory", "times"),
 }
+REWINDS = {"rewind": ("rewinds", "rewinds")}
 COUNTED = {
     "pipe": {
         **BY_AGENTS,
+        **REWINDS,
         "asked again": ("answered calls made again", "calls"),
         "from a file": ("from a file", "Generates"),
     },
-    "python": BY_AGENTS,
+    "python": BY_AGENTS | REWINDS,
     "typescript": BY_AGENTS,
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-COMMANDS = "/info shows the session, /quit ends the chat; Ctrl-C stops an answer"
+COMMANDS = (
+    "/info shows the session, /back drops the last turn, /retry answers it again, /quit ends the chat; Ctrl-C stops an "
+    "answer"
+)
 PROMPT = "> "
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
 
@@ -42,7 +45,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "chat",
         help="chat with a model in the terminal",
         description=f"Chat with a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe; "
-        "there every line but those two commands is a message, such as /etc/hosts.",
+        "there every line but those commands is a message, such as /etc/hosts. A second answer differs from the first "
+        "if it is sampled without a seed.",
     )
     add_config_file(parser)
     add_connection(parser)
@@ -85,10 +89,16 @@ def run(args: argparse.Namespace) -> int:
                     break
                 case ["/info"]:
                     console.print(_facts(conversation), style="dim", markup=False, soft_wrap=True)
-                case [word] if is_interactive and word.startswith("/"):
+                case ["/back" | "/retry"] if not conversation.turns:
+                    console.print("there is no turn to go back to", style="dim")
+                case ["/back"]:
+                    dropped = conversation.back()
+                    text = f"{counted(dropped, 'token')} dropped · history {conversation.session.history_length}"
+                    console.print(text, style="dim", markup=False)
+                case [word] if is_interactive and word.startswith("/") and word != "/retry":
                     console.print(f"unknown command {word}; {COMMANDS}", style="dim", markup=False)
-                case _:
-                    turn = _answer(conversation, message, args, console)
+                case words:
+                    turn = _answer(conversation, None if words == ["/retry"] else message, args, console)
                     if turn.result is None and not is_interactive:
                         raise KeyboardInterrupt
     return 0
@@ -132,8 +142,7 @@ def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stac
     from inference_engine.cli.conversation import open_conversation
 
     conversation = open_conversation(client, tokenizer, strategy=args.strategy, system=args.system, label="kakeya chat")
-    stack.enter_context(conversation.session)
-    return conversation
+    return stack.enter_context(conversation)
 
 
 def _messages(is_interactive: bool) -> Iterator[str]:
@@ -147,13 +156,10 @@ def _messages(is_interactive: bool) -> Iterator[str]:
             yield input(PROMPT)
 
 
-def _answer(conversation: Conversation, message: str, args: argparse.Namespace, console: Console) -> Turn:
-    turn = conversation.say(
-        message,
-        max_tokens=args.max_tokens,
-        show=shown_on(console),
-        **_sampling(args),
-    )
+def _answer(conversation: Conversation, message: str | None, args: argparse.Namespace, console: Console) -> Turn:
+    """message: None: the last one, again."""
+    options: dict[str, Any] = {"max_tokens": args.max_tokens, "show": shown_on(console), **_sampling(args)}
+    turn = conversation.retry(**options) if message is None else conversation.say(message, **options)
     console.out()
     console.print(cost(turn), style="dim", markup=False, soft_wrap=True)
     return turn

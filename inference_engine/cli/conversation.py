@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from inference_engine.cli.text import TextStream
 from inference_engine.errors import ModelError
@@ -33,20 +33,68 @@ class Turn:
         return (len(self.generated_ids) - 1) / seconds if seconds > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """An exchange in the history: where it begins, where its answer does, and the answer's ids."""
+
+    begins: int
+    answer_begins: int
+    answer: tuple[int, ...]
+
+
 class Conversation:
-    """Renders each message once and appends it; the history is neither sent nor computed again."""
+    """Renders each message once and appends it; the history is neither sent nor computed again.
+
+    session: the current one: `back` and `retry` put another in its place, which has less of the history. Leaving its
+    `with` closes it.
+    """
 
     def __init__(self, session: Session, tokenizer: Any, *, system: str | None = None) -> None:
         self.session = session
         self._tokenizer = tokenizer
         self._system = system
-        self._last_answer: tuple[int, ...] | None = None
+        self._said: list[_Said] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.session.__exit__(*raised)
+
+    @property
+    def turns(self) -> int:
+        """How many there are to go back."""
+        return len(self._said)
+
+    def back(self) -> int:
+        """Drop the last turn. Returns how many tokens the history lost."""
+        return self._rewind(self._said.pop().begins)
+
+    def retry(self, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
+        """As `say`: answer the last message again, without the last answer."""
+        last = self._said.pop()
+        self._rewind(last.answer_begins)
+        return self._answer(last.begins, (), max_tokens=max_tokens, show=show, **sampling)
+
+    def _rewind(self, position: int) -> int:
+        before = self.session.history_length
+        self.session = self.session.rewind(position)
+        return before - position
 
     def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
         """Send a message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
-        ids = self._render(message)
+        return self._answer(
+            self.session.history_length, tuple(self._render(message)), max_tokens=max_tokens, show=show, **sampling
+        )
+
+    def _answer(
+        self, begins: int, ids: tuple[int, ...], *, max_tokens: int, show: Callable[[str], None], **sampling: Any
+    ) -> Turn:
+        """begins: where the turn does, of which `ids` are not appended yet."""
         began = time.perf_counter()
-        self.session.append(ids)
+        if ids:
+            self.session.append(ids)
+        answer_begins = self.session.history_length
         stream = self.session.generate(max_tokens, **sampling)
         text = TextStream(self._tokenizer)
         first_token_at: float | None = None
@@ -60,9 +108,9 @@ class Conversation:
             stream.cancel()
         ended = time.perf_counter()
         show(text.end())
-        self._last_answer = stream.token_ids
+        self._said.append(_Said(begins, answer_begins, stream.token_ids))
         return Turn(
-            appended_ids=tuple(ids),
+            appended_ids=ids,
             generated_ids=stream.token_ids,
             first_token_seconds=(first_token_at or ended) - began,
             total_seconds=ended - began,
@@ -72,8 +120,8 @@ class Conversation:
 
     def _render(self, message: str) -> list[int]:
         messages = [{"role": "user", "content": message}]
-        if self._last_answer is not None:
-            return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._last_answer)
+        if self._said:
+            return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._said[-1].answer)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         return tokenization.tokens_for_chat([*system, *messages], self._tokenizer)
 

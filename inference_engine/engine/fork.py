@@ -28,7 +28,7 @@ def open_fork(
     Raises InvalidArgument, NoCapacity, QuotaExceeded, or Draining if the engine's thread takes no more work; then there
     is no fork.
     """
-    length = _checked(parent, "at_position", at)
+    length = _checked(parent, at)
     if limit_tokens is not None and limit_tokens < length:
         raise InvalidArgument("limit_tokens", f"must hold the history of {length} tokens, got {limit_tokens}")
     fork = store.fork(parent, length, limit_tokens, label)
@@ -52,7 +52,7 @@ def open_rewound(store: SessionStore, scheduler: Scheduler, session: Session, at
 
     Raises InvalidArgument, or Draining if the engine's thread takes no more work; then nothing was changed.
     """
-    length = _checked(session, "position", at)
+    length = _checked(session, at)
     opened: list[Session] = []
 
     def cut() -> None:
@@ -67,10 +67,10 @@ def open_rewound(store: SessionStore, scheduler: Scheduler, session: Session, at
     return opened[0]
 
 
-def _checked(session: Session, field: str, at: int | None) -> int:
+def _checked(session: Session, at: int | None) -> int:
     length = len(session.history)
     if at is not None and not 0 <= at <= length:
-        raise InvalidArgument(field, f"must be from 0 to {length}, the history's length, got {at}")
+        raise InvalidArgument("at_position", f"must be from 0 to {length}, the history's length, got {at}")
     return length if at is None else at
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -332,10 +332,14 @@ def closed_to_wire(length: HistoryLength) -> pb.CloseSessionResponse:
     return pb.CloseSessionResponse(final_history_length=length.tokens, replayed=length.is_replayed)
 
 
+Begun = TypeVar("Begun", pb.ForkSessionResponse, pb.RewindSessionResponse)
+
+
 def forked_to_wire(
-    forked: SessionForked, *, mode: Mode, model_id: str, durability: Durability
-) -> pb.ForkSessionResponse:
-    return pb.ForkSessionResponse(
+    response: type[Begun], forked: SessionForked, *, mode: Mode, model_id: str, durability: Durability
+) -> Begun:
+    """Of a fork, or of a session that went back: both responses have the same fields."""
+    return response(
         session_id=forked.session_id,
         history_length=forked.history_length,
         strategy=strategy_to_wire(forked.strategy),
@@ -349,6 +353,7 @@ def forked_to_wire(
         replayed=forked.is_replayed,
         reserved_bytes=forked.reserved_bytes,
         durability=_DURABILITIES[durability],
+        prefill_token_count=forked.prefill_tokens,
     )
 
 

@@ -175,6 +175,7 @@ class RuntimeService:
             return self._engine.fork_session(
                 request.session_id,
                 expected_history_length=convert.optional(request, "expected_history_length"),
+                at_position=convert.optional(request, "at_position"),
                 limit_tokens=convert.optional(request, "limit_tokens"),
                 label=request.client_label,
                 owner=owner,
@@ -183,7 +184,31 @@ class RuntimeService:
             )
 
         forked = await self._on_session(request.session_id, fork, request.request_id)
-        return convert.forked_to_wire(forked, mode=self._mode, model_id=self._model_id, durability=self._durability)
+        return self._forked(pb.ForkSessionResponse, forked)
+
+    async def rewind_session(self, request: pb.RewindSessionRequest, context: Context) -> pb.RewindSessionResponse:
+        owner = caller()
+
+        def rewind() -> SessionForked:
+            if not request.HasField("at_position"):
+                self._engine.session_info(request.session_id, owner=owner)  # an unknown session is reported before
+                raise InvalidArgument("at_position", "must be present: how many tokens of the history stay")
+            return self._engine.rewind_session(
+                request.session_id,
+                request.at_position,
+                expected_history_length=convert.optional(request, "expected_history_length"),
+                owner=owner,
+                request_id=request.request_id,
+            )
+
+        return self._forked(
+            pb.RewindSessionResponse, await self._on_session(request.session_id, rewind, request.request_id)
+        )
+
+    def _forked(self, response: type[convert.Begun], forked: SessionForked) -> convert.Begun:
+        return convert.forked_to_wire(
+            response, forked, mode=self._mode, model_id=self._model_id, durability=self._durability
+        )
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
         def read() -> SessionInfo:
@@ -233,6 +258,7 @@ class RuntimeService:
                 "Generate": self._stream(self.generate, pb.GenerateRequest),
                 "CloseSession": self._unary(self.close_session, pb.CloseSessionRequest),
                 "ForkSession": self._unary(self.fork_session, pb.ForkSessionRequest),
+                "RewindSession": self._unary(self.rewind_session, pb.RewindSessionRequest),
                 "GetSessionInfo": self._unary(self.get_session_info, pb.GetSessionInfoRequest, is_read=True),
                 "GetServerInfo": self._unary(self.get_server_info, pb.GetServerInfoRequest, is_read=True),
                 "ListSessions": self._unary(self.list_sessions, pb.ListSessionsRequest, is_read=True),

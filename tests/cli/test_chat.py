@@ -22,7 +22,7 @@ from tests.processes import Server, warm_children
 from tests.tiny_folder import save_tiny_model
 
 COST = re.compile(
-    r"[\d.]+ s · first token [\d.]+ s · (\d+) tokens in, (\d+) out \((\w+)\) · history (\d+) · .+ held · (\d+) evicted"
+    r"[\d.]+ s · first token [\d.]+ s · (\d+) tokens? in, (\d+) out \((\w+)\) · history (\d+) · .+ held · (\d+) evicted"
 )
 
 
@@ -95,6 +95,24 @@ def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Serve
     assert "history   0 tokens (no limit); 0 evicted" in printed
     assert "unknown command /help; /info shows the session" in printed
     assert COST.search(printed) is None
+
+
+def test_back_drops_the_last_turn_and_retry_answers_it_again(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=3")
+    typed = "/back\n/retry\nOne\n/retry\nTwo\n/back\n/back\n/back\nOne\n"
+    for where in (io.StringIO, Terminal):
+        status, printed, _ = chat(typed if where is io.StringIO else typed + "/quit\n", *options, where=where)
+        assert status == 0
+        assert printed.count("there is no turn to go back to") == 3
+        one, again, two, anew = COST.findall(printed)
+        length = int(one[0]) + 3
+        assert (again[0], again[3]) == ("0", str(length)), "the message stays, and is not sent again"
+        assert two[3] == str(length + int(two[0]) + 3)
+        assert re.findall(r"(\d+) tokens dropped · history (\d+)", printed) == [
+            (str(int(two[0]) + 3), str(length)),
+            (str(length), "0"),
+        ]
+        assert anew == one, "the same message at the beginning has the same answer"
 
 
 def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, server: Server, tiny_folder: Path) -> None:

@@ -109,6 +109,19 @@ class Player:
         facts = {name: _plain(getattr(session, name)) for name in SESSION_FACTS}
         return {**facts, "history_length": session.history_length}
 
+    async def _rewind(self, step: Step, options: dict[str, Any]) -> Seen:
+        old = self._sessions[step["session"]]
+        session = await self._do(old.rewind, step["position"], **options)
+        self._sessions[step["session"]] = session
+        facts = {name: _plain(getattr(session, name)) for name in SESSION_FACTS}
+        return {
+            **facts,
+            "history_length": session.history_length,
+            "prefill_tokens": session.prefill_tokens,
+            "is_another": session.id != old.id,
+            "old_is_closed": old.is_closed,
+        }
+
     async def _append(self, step: Step, options: dict[str, Any]) -> Seen:
         ids = resolved(step["token_ids"], self._tokens)
         return {"history_length": await self._do(self._sessions[step["session"]].append, ids, **options)}

@@ -240,6 +240,25 @@ class Calls(RuleBasedStateMachine):
         session_id, history = outcome.only.session_id, list(known.history)
         self._add(Known(session_id=session_id, strategy=known.strategy, solo=known.solo, history=history))
 
+    @rule(pick=picks, place=st.integers(0, 1000), has_id=st.booleans())
+    def rewind(self, pick: int, place: int, has_id: bool) -> None:
+        known = self._pick(pick)
+        if not self._settle(known):
+            return
+        at = place % (len(known.history) + 1)
+        request = pb.RewindSessionRequest(
+            session_id=known.session_id, at_position=at, request_id=self._answers.new_id() if has_id else b""
+        )
+        outcome = self._caller.ask(request)
+        if self._is_gone(known, outcome):
+            return
+        assert outcome.only.history_length == at
+        self._answers.remember(request, outcome.only, self._now)
+        self._open.remove(known)
+        self._closed.append(known.session_id)
+        session_id, history = outcome.only.session_id, list(known.history)[:at]
+        self._add(Known(session_id=session_id, strategy=known.strategy, solo=known.solo, history=history))
+
     @rule(pick=picks)
     def say_it_again(self, pick: int) -> None:
         """The same call with the same id: the same answer, and nothing happens twice."""

@@ -83,7 +83,7 @@ class Fuzzing:
             return
         self.seen[method, outcome.reason] += 1
         check_outcome(outcome)
-        if outcome.error is None and method in ("CreateSession", "ForkSession"):
+        if outcome.error is None and method in ("CreateSession", "ForkSession", "RewindSession"):
             self._session_ids.append(outcome.only.session_id)
             # A few that are gone stay, so that they are called, too.
             del self._session_ids[: -(SESSIONS + 4)]

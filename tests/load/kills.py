@@ -38,8 +38,9 @@ LONGEST_SECONDS = 0.5  # until a kill; most come sooner, when much is new
 LONG_LIVES, LONG_SECONDS = 12, 2.0
 # A session that is idle for so long leaves memory: long enough for a call that found it to begin on a busy machine.
 IDLE_TTL_SECONDS = 0.6
-# Shares of turns: before which an agent forks, and before which it rests until its session may have left memory.
-FORKING, RESTING = 0.3, 0.05
+# Shares of turns: before which an agent forks, before which it goes back, and before which it rests until its session
+# may have left memory.
+FORKING, REWINDING, RESTING = 0.3, 0.15, 0.05
 
 
 class Nursery:
@@ -188,6 +189,13 @@ class Agents:
                 self.counts["fork"] += 1
             if rng.random() < RESTING:
                 self._rest(client, session, history)
+            if history and rng.random() < REWINDING:
+                talks.remove((session, history))
+                at = rng.randrange(len(history) + 1)
+                session, history = session.rewind(at), history[:at]
+                assert session.history_length == at, f"a session rewound to {at} has {session.history_length}"
+                talks.append((session, history))
+                self.counts["rewind"] += 1
             self._turn(session, history, rng)
 
     def _turn(self, session: Session, history: list[int], rng: random.Random) -> None:

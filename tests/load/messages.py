@@ -15,10 +15,11 @@ MUTATED_SHARE = 0.3
 # How many of a hundred messages are for each method: most for those that do most.
 WEIGHTS = {
     "Generate": 41,
-    "AppendTokens": 31,
+    "AppendTokens": 29,
     "CreateSession": 8,
     "GetSessionInfo": 6,
     "ForkSession": 5,
+    "RewindSession": 2,
     "CloseSession": 3,
     "GetServerInfo": 2,
     "ListSessions": 1,

@@ -7,8 +7,9 @@
 
 A call that was sent and not answered is made again in the next life, with its request id, and some of those that were
 answered, too: the answer is the same, and nothing is done twice. An agent goes on with a session and with forks of it,
-by turns; it has more of them than may be in memory, so each leaves it now and then, and comes back. What it closed
-stays closed. The process that forks must have no threads, and no engine of its own.
+by turns, and goes back; it has more of them than may be in memory, so each leaves it now and then, and comes back. What
+it closed, or rewound to be another session, stays closed. The process that forks must have no threads, and no engine of
+its own.
 """
 
 from __future__ import annotations
@@ -101,8 +102,15 @@ class Agent:
         if is_one_of_many or len(self.sessions[session]) >= MOST_TOKENS:
             return call | {"kind": "close"}
         if self.sessions[session] and len(self.sessions) < MOST_SESSIONS and rng.random() < 0.6:
-            return call | {"kind": "fork"}
+            return call | {"kind": "fork", "at": self._place(session, rng)}
+        if self.sessions[session] and rng.random() < 0.15:
+            return call | {"kind": "rewind", "at": self._place(session, rng)}
         return call | {"kind": "append", "ids": [rng.randrange(256) for _ in range(rng.randrange(1, 30))]}
+
+    def _place(self, session: str, rng: random.Random) -> int:
+        """A position of its history, the end as often as all others."""
+        length = len(self.sessions[session])
+        return rng.choice([length, rng.randrange(length)])
 
     def learn(self, line: dict[str, Any], counts: Counter[str]) -> None:
         """What a life has sent. Raises AssertionError if it cannot be."""
@@ -124,8 +132,13 @@ class Agent:
             session = line["session"]
             self.sessions[session] = []
             counts["sessions"] += 1
-        elif kind == "fork":
-            self.sessions[line["session"]] = list(self.sessions[session])
+        elif kind in ("fork", "rewind"):
+            ids = self.sessions[session][: self.call["at"]]
+            if kind == "rewind":
+                del self.sessions[session]
+                self.closed = session
+            session = line["session"]
+            self.sessions[session] = ids
         elif kind == "append":
             self.sessions[session] += self.call["ids"]
         elif kind == "generate":
@@ -204,8 +217,11 @@ class Life:
         kind, session = waiting.get("kind"), waiting.get("session", "")
         listed = {one.session_id for one in self._engine.list_sessions(owner=owner)}
         gone, made = agent.sessions.keys() - listed, listed - agent.sessions.keys()
-        assert gone <= ({session} if kind == "close" else set()), f"of {len(agent.sessions)} sessions {gone} are gone"
-        assert len(made) <= (kind in ("create", "fork")), f"{len(made)} sessions that no call has made, {kind} waits"
+        ended = {session} if kind in ("close", "rewind") else set()
+        assert gone <= ended, f"of {len(agent.sessions)} sessions {gone} are gone"
+        opens = kind in ("create", "fork", "rewind")
+        assert len(made) <= opens, f"{len(made)} sessions that no call has made, {kind} waits"
+        assert kind != "rewind" or len(made) == len(gone), f"half a rewind: {gone} are gone, and {made} were made"
         self._made[agent.number] = made
         for one in sorted(agent.sessions.keys() - gone):
             if one == session or rng.random() < 0.5:
@@ -213,7 +229,8 @@ class Life:
         for one in made:
             self._bring_back(agent, one)
             ids = self._engine.read_history(one, owner=owner).token_ids.tolist()
-            assert ids == (agent.sessions[session] if kind == "fork" else []), f"{kind} has made another history: {ids}"
+            first = agent.sessions[session][: waiting["at"]] if kind != "create" else []
+            assert ids == first, f"{kind} has made another history: {ids}"
         if agent.closed:
             self._engine.recall(agent.closed, owner=owner)
             try:
@@ -307,7 +324,8 @@ class Life:
             return line
         made: Callable[[], Any] = {
             "create": lambda: engine.create_session(**named),
-            "fork": lambda: engine.fork_session(session, wait_seconds=10.0, **named),
+            "fork": lambda: engine.fork_session(session, at_position=call["at"], wait_seconds=10.0, **named),
+            "rewind": lambda: engine.rewind_session(session, call.get("at", 0), wait_seconds=10.0, **named),
             "append": lambda: engine.append_once(session, call.get("ids", []), wait_seconds=10.0, **named),
             "close": lambda: engine.close_once(session, **named),
         }[kind]
@@ -317,7 +335,7 @@ class Life:
         if kind in ("append", "close"):
             return line | {"length": found.tokens}
         self._seen.add(found.session_id)
-        return line | {"session": found.session_id, "length": found.history_length if kind == "fork" else 0}
+        return line | {"session": found.session_id, "length": 0 if kind == "create" else found.history_length}
 
 
 def patiently(call: Callable[[], Any]) -> Any:

@@ -98,7 +98,7 @@ def test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged(tmp
     assert not wrong
     assert counts["kills"] == PIPED_KILLS
     assert counts["tokens"] > PIPED_KILLS
-    for name in ("fork", "close", "asked again", "came back", "from a file"):
+    for name in ("fork", "rewind", "close", "asked again", "came back", "from a file"):
         assert counts[name], f"{name}: none"
 
 

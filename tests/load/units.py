@@ -73,7 +73,7 @@ class Units:
             return
         self.seen[method, outcome.reason] += 1
         check_outcome(outcome)
-        if outcome.error is None and method in ("CreateSession", "ForkSession"):
+        if outcome.error is None and method in ("CreateSession", "ForkSession", "RewindSession"):
             sessions.append(outcome.only.session_id)
 
 

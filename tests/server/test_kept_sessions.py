@@ -124,6 +124,7 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
                 ("GetSessionInfo", pb.GetSessionInfoRequest()),
                 ("ReadHistory", pb.ReadHistoryRequest()),
                 ("ForkSession", pb.ForkSessionRequest(request_id=os.urandom(16))),
+                ("RewindSession", pb.RewindSessionRequest(at_position=9, request_id=os.urandom(16))),
                 ("CloseSession", pb.CloseSessionRequest(request_id=os.urandom(16))),
             ]
             service = pb.DESCRIPTOR.services_by_name["RuntimeService"]
@@ -135,15 +136,17 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
                 leaves.append(session_id)
                 answers[name] = await client.call(name, asked)
                 assert not leaves, f"{name} did not look"
+                if name == "RewindSession":
+                    session_id = answers[name].session_id
             assert answers["AppendTokens"].history_length == len(HISTORY) + 2
             assert len(ids_of(answers["Generate"])) == 3
             lengths = (
                 answers["GetSessionInfo"].history_length,
                 len(answers["ReadHistory"].token_ids),
                 answers["ForkSession"].history_length,
-                answers["CloseSession"].final_history_length,
             )
-            assert lengths == (len(HISTORY) + 5,) * 4
+            assert lengths == (len(HISTORY) + 5,) * 3
+            assert answers["RewindSession"].history_length == answers["CloseSession"].final_history_length == 9
             for asked in (session_id, "no-session"):
                 found = await refused(client.length(asked))
                 assert found.reason == "NOT_FOUND SESSION_NOT_FOUND"
@@ -184,7 +187,7 @@ async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp
             assert await client.generate(session_id, 4)
 
 
-@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "ForkSession"])
+@pytest.mark.parametrize("method", ["AppendTokens", "Generate", "ForkSession", "RewindSession"])
 async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -211,11 +214,15 @@ async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_
                 "AppendTokens": pb.AppendTokensRequest(session_id=session_id, token_ids=[5]),
                 "Generate": pb.GenerateRequest(session_id=session_id, max_tokens=1),
                 "ForkSession": pb.ForkSessionRequest(session_id=session_id),
+                "RewindSession": pb.RewindSessionRequest(session_id=session_id, at_position=9),
             }
             call = asyncio.ensure_future(client.call(method, requests[method]))
             await asyncio.wait_for(waits.wait(), 30)
             stream.cancel()
             answer = await call
+            if method == "RewindSession":
+                assert answer.history_length == await client.length(answer.session_id) == 9
+                return
             length = await client.length(session_id)
             assert length > len(HISTORY)
             if method != "Generate":

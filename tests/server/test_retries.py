@@ -222,6 +222,7 @@ async def test_a_position_outside_a_generate_is_refused(
         ("AppendTokens", pb.AppendTokensRequest, {}),
         ("Generate", pb.GenerateRequest, {"max_tokens": 1}),
         ("ForkSession", pb.ForkSessionRequest, {}),
+        ("RewindSession", pb.RewindSessionRequest, {"at_position": 1}),
         ("CloseSession", pb.CloseSessionRequest, {}),
     ],
 )

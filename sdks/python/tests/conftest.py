@@ -106,6 +106,9 @@ class Scripted(RuntimeServiceServicer):
     def ForkSession(self, request: Any, context: Any) -> Any:
         return self._answer("ForkSession", request, context)
 
+    def RewindSession(self, request: Any, context: Any) -> Any:
+        return self._answer("RewindSession", request, context)
+
     def GetSessionInfo(self, request: Any, context: Any) -> Any:
         return self._answer("GetSessionInfo", request, context)
 

@@ -200,7 +200,7 @@ def test_what_the_wire_cannot_say_is_refused_by_its_name(subtests: pytest.Subtes
     with pytest.raises(kakeya.InvalidArgument, match="label must be"):
         requests.create_session(None, (), None, lone, None)
     with pytest.raises(kakeya.InvalidArgument, match="label must be"):
-        requests.fork_session("id", None, lone, None)
+        requests.fork_session("id", None, None, lone, None)
     wrong: tuple[dict[str, Any], ...] = (
         {"logit_bias": [1]},
         {"logit_bias": "bias"},

@@ -58,6 +58,9 @@ async def conversation(client: Any, do: Do, each: Callable[[], None]) -> list[An
     fork = await do(session.fork)
     each()
     said.append((await do(fork.info)).history_length)
+    each()
+    session = await do(session.rewind, session.history_length - 5)
+    said.append(((await do(session.generate(5, **SAMPLED).result)).token_ids, session.history_length))
     for closed in (fork, session):
         each()
         said.append(await do(closed.close))

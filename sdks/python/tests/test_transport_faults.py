@@ -66,19 +66,23 @@ async def test_every_call_that_changes_something_is_repeated_as_the_same_call(
     scripted.on("GetServerInfo", reply(pb.GetServerInfoResponse(max_append_tokens=100, max_message_bytes=4 * 2**20)))
     scripted.on("AppendTokens", lost, reply(pb.AppendTokensResponse(history_length=3)))
     scripted.on("ForkSession", lost, reply(pb.ForkSessionResponse(session_id="s3", history_length=3)))
+    back = pb.RewindSessionResponse(session_id="s4", history_length=3, prefill_token_count=1)
+    scripted.on("RewindSession", lost, reply(back))
     scripted.on("CloseSession", lost, reply(pb.CloseSessionResponse(final_history_length=3)))
     session = await do(client.create_session)
     assert await do(session.append, [1, 2, 3]) == 3
     fork = await do(session.fork)
     assert (fork.id, fork.history_length) == ("s3", 3)
+    session = await do(session.rewind, 3)
+    assert (session.id, session.history_length, session.prefill_tokens) == ("s4", 3, 1)
     assert await do(session.close) == 3
     ids = set()
-    for method in ("CreateSession", "AppendTokens", "ForkSession", "CloseSession"):
+    for method in ("CreateSession", "AppendTokens", "ForkSession", "RewindSession", "CloseSession"):
         first, again = scripted.calls(method)
         assert first == again
         assert len(first.request_id) == 16
         ids.add(first.request_id)
-    assert len(ids) == 4
+    assert len(ids) == 5
 
 
 def tokens(*positions: int) -> list[pb.GenerateResponse]:
@@ -189,6 +193,31 @@ async def test_a_history_that_lost_tokens_is_not_forked(
     # After the error the caller may go on from there.
     assert (await do(session.fork)).history_length == 2
     assert len(scripted.calls("ForkSession")) == attempts_lost + 2
+
+
+async def test_a_history_that_lost_tokens_is_not_rewound(
+    scripted: Any, session: Any, do: Do, explained: Failure
+) -> None:
+    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=5)))
+    await do(session.append, [1, 2, 3, 4, 5])
+    scripted.on(
+        "RewindSession", explained(grpc.StatusCode.ABORTED, "HISTORY_LENGTH_MISMATCH", expected="5", actual="4")
+    )
+    with pytest.raises(kakeya.HistoryBehindClient):
+        await do(session.rewind, 3)
+    assert (session.is_closed, session.history_length) == (False, 4)
+
+
+async def test_a_fork_by_a_server_that_knows_no_positions_is_closed_and_refused(
+    scripted: Any, session: Any, do: Do
+) -> None:
+    scripted.on("AppendTokens", reply(pb.AppendTokensResponse(history_length=5)))
+    await do(session.append, [1, 2, 3, 4, 5])
+    scripted.on("ForkSession", reply(pb.ForkSessionResponse(session_id="s2", history_length=5)))
+    scripted.on("CloseSession", reply(pb.CloseSessionResponse(final_history_length=5)))
+    with pytest.raises(kakeya.ProtocolError, match="older than forks at a position"):
+        await do(session.fork, at_position=3)
+    assert [call.session_id for call in scripted.calls("CloseSession")] == ["s2"]
 
 
 async def test_a_stream_that_gives_no_token_any_more_is_given_up(

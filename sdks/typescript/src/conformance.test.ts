@@ -16,9 +16,10 @@ import { Client, InvalidArgument, KakeyaError, type GenerateOptions, type Sessio
 type Seen = Record<string, unknown>;
 
 interface Step {
-  readonly do: "append" | "close" | "create" | "fork" | "generate" | "info" | "server_info";
+  readonly do: "append" | "close" | "create" | "fork" | "generate" | "info" | "rewind" | "server_info";
   readonly session: string;
   readonly of?: string;
+  readonly position?: number;
   readonly strategy?: Seen;
   readonly token_ids?: unknown;
   readonly max_tokens?: number;
@@ -139,6 +140,18 @@ class Player {
         const session = await this.#session(step.of ?? "").fork(options);
         this.#sessions.set(step.session, session);
         return { ...sessionFacts(session), history_length: session.historyLength };
+      }
+      case "rewind": {
+        const old = this.#session(step.session);
+        const session = await old.rewind(step.position ?? 0, options);
+        this.#sessions.set(step.session, session);
+        return {
+          ...sessionFacts(session),
+          history_length: session.historyLength,
+          prefill_tokens: session.prefillTokens,
+          is_another: session.id !== old.id,
+          old_is_closed: old.isClosed,
+        };
       }
       case "append": {
         const ids = this.#resolved(step.token_ids) as number[];

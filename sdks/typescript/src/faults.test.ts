@@ -123,6 +123,16 @@ test("a fork whose answer was lost is made once", async () => {
   expect(fork.historyLength).toBe(PROMPT.length);
 });
 
+test("a rewind whose answer was lost is done once", async () => {
+  await using session = await client.createSession();
+  await session.append(PROMPT);
+  proxy.lose("answer");
+  await using rewound = await session.rewind(3);
+  expect([rewound.historyLength, rewound.prefillTokens, session.isClosed]).toEqual([3, 3, true]);
+  expect((await rewound.info()).historyLength).toBe(3);
+  await failure(kakeya.SessionNotFound, client.session(session.id));
+});
+
 test.each([0, 1, 5])("a stream whose connection is lost after %i messages goes on where it stopped", async (count) => {
   await using reference = await client.createSession();
   await reference.append(PROMPT);

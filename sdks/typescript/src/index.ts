@@ -69,6 +69,7 @@ export type {
   GenerateOptions,
   HistoryOptions,
   Pem,
+  RewindOptions,
   SessionsOptions,
   Signal,
   TLS,

@@ -70,12 +70,20 @@ export interface AppendOptions extends CallOptions {
 
 /** How a fork is made. */
 export interface ForkOptions extends CallOptions {
+  /** How many tokens of the history it begins with. Default: all. */
+  readonly atPosition?: number | undefined;
   /** A session of any other length is not forked. */
   readonly expectedHistoryLength?: number | undefined;
   /** The fork's own length limit. Default: that of the session it is made from. */
   readonly limitTokens?: number | bigint | undefined;
   /** Your own name for the session, at most 128 printable characters; `info()` returns it. */
   readonly label?: string | undefined;
+}
+
+/** How a session is rewound. */
+export interface RewindOptions extends CallOptions {
+  /** A session of any other length is left as it is. */
+  readonly expectedHistoryLength?: number | undefined;
 }
 
 /** How sessions are listed. `timeoutSeconds` is for each page. */
@@ -157,7 +165,14 @@ const KNOWN = {
     ...CALL,
   } satisfies Names<CreateSessionOptions>,
   append: { expectedHistoryLength: true, ...CALL } satisfies Names<AppendOptions>,
-  fork: { expectedHistoryLength: true, limitTokens: true, label: true, ...CALL } satisfies Names<ForkOptions>,
+  fork: {
+    atPosition: true,
+    expectedHistoryLength: true,
+    limitTokens: true,
+    label: true,
+    ...CALL,
+  } satisfies Names<ForkOptions>,
+  rewind: { expectedHistoryLength: true, ...CALL } satisfies Names<RewindOptions>,
   sessions: { pageSize: true, ...CALL } satisfies Names<SessionsOptions>,
   history: { firstPosition: true, pieceTokens: true, ...CALL } satisfies Names<HistoryOptions>,
   generate: {

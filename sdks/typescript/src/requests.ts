@@ -13,6 +13,7 @@ import {
   GenerateRequestSchema,
   ListSessionsRequestSchema,
   ReadHistoryRequestSchema,
+  RewindSessionRequestSchema,
   type AppendTokensRequest,
   type CloseSessionRequest,
   type CreateSessionRequest,
@@ -20,6 +21,7 @@ import {
   type GenerateRequest,
   type ListSessionsRequest,
   type ReadHistoryRequest,
+  type RewindSessionRequest,
 } from "./generated/kakeya/v1/runtime_pb.js";
 import {
   known,
@@ -27,6 +29,7 @@ import {
   type ForkOptions,
   type GenerateOptions,
   type HistoryOptions,
+  type RewindOptions,
   type SessionsOptions,
 } from "./options.js";
 import { strategyToWire } from "./strategies.js";
@@ -96,12 +99,28 @@ export function generateRequest(
 
 /** The request for a fork of a history of `length` tokens, if the options name no other. */
 export function forkRequest(sessionId: string, options: ForkOptions, length: number): ForkSessionRequest {
-  const { limitTokens } = known(options, "fork");
+  const { atPosition, limitTokens } = known(options, "fork");
   return create(ForkSessionRequestSchema, {
     sessionId,
     clientLabel: textOf(options.label ?? "", "label"),
     ...(limitTokens === undefined ? {} : { limitTokens: uint64Of(limitTokens, "limitTokens") }),
+    ...(atPosition === undefined ? {} : { atPosition: uint64Of(atPosition, "atPosition") }),
     expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),
+    requestId: newRequestId(),
+  });
+}
+
+/** The request to rewind a history of `length` tokens, if the options name no other. */
+export function rewindRequest(
+  sessionId: string,
+  position: number,
+  options: RewindOptions,
+  length: number,
+): RewindSessionRequest {
+  return create(RewindSessionRequestSchema, {
+    sessionId,
+    atPosition: uint64Of(position, "position"),
+    expectedHistoryLength: uint64Of(known(options, "rewind").expectedHistoryLength ?? length, "expectedHistoryLength"),
     requestId: newRequestId(),
   });
 }

@@ -1,7 +1,14 @@
 /** A history on the server, with its K/V. */
 import { Append, Tail, behind } from "./append.js";
 import { exact, tokenIdsOf, uint64Of, type TokenIds } from "./checks.js";
-import { HistoryLengthMismatch, KakeyaError, SessionClosed, SessionNotFound, StateError } from "./errors.js";
+import {
+  HistoryLengthMismatch,
+  KakeyaError,
+  ProtocolError,
+  SessionClosed,
+  SessionNotFound,
+  StateError,
+} from "./errors.js";
 import type { Link } from "./link.js";
 import type { ReadHistoryRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import {
@@ -11,8 +18,10 @@ import {
   type ForkOptions,
   type GenerateOptions,
   type HistoryOptions,
+  type RewindOptions,
 } from "./options.js";
-import { closeRequest, forkRequest, generateRequest, historyRequest } from "./requests.js";
+import { closeRequest, forkRequest, generateRequest, historyRequest, rewindRequest } from "./requests.js";
+import type { Patience } from "./retry.js";
 import type { Strategy } from "./strategies.js";
 import { Fold, GenerateStream } from "./stream.js";
 import {
@@ -94,6 +103,14 @@ export class Session implements AsyncDisposable {
     return this.#facts.sharedBytes;
   }
 
+  /**
+   * Of a fork or a rewound session: how many tokens its first Generate prefills if nothing is appended before; undefined
+   * if it is neither, or the server is older.
+   */
+  get prefillTokens(): number | undefined {
+    return this.#facts.prefillTokens;
+  }
+
   /** The longest history the session can reach; undefined if there is no limit. */
   get limitTokens(): number | undefined {
     return this.#facts.limitTokens;
@@ -165,7 +182,8 @@ export class Session implements AsyncDisposable {
   }
 
   /**
-   * A new session that goes on from where this one is, with a history of its own from there on.
+   * A new session that goes on from where this one is, or from its first `atPosition` tokens, with a history of its own
+   * from there on.
    *
    * A history that is shorter than the server had said is not forked: HistoryBehindClient. With
    * `expectedHistoryLength`, none of any other length is: HistoryLengthMismatch.
@@ -173,13 +191,49 @@ export class Session implements AsyncDisposable {
   async fork(options: ForkOptions = {}): Promise<Session> {
     this.#requireOpen();
     const patience = this.#link.patience(options, this.#route);
+    const reply = await this.#ofKnownLength(options, patience, (confirmed) => {
+      const request = forkRequest(this.id, options, confirmed);
+      return this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
+    });
+    const fork = Session.opened(this.#link, forkedFacts(reply), this.#route);
+    if (options.atPosition !== undefined && fork.historyLength !== options.atPosition) {
+      await fork.close();
+      throw new ProtocolError(
+        "the server is older than forks at a position, and forked at the end; that fork is closed",
+      );
+    }
+    return fork;
+  }
+
+  /**
+   * Close this session and return a new one in its place, whose history is this one's first `position` tokens.
+   *
+   * One call, whole or not at all, in this session's memory: it is not refused for lack of room. The new session has this
+   * one's strategy, end ids, limit and label. Its `prefillTokens` says how many tokens will be computed again.
+   *
+   * What is checked of the history's length is as for `fork`.
+   */
+  async rewind(position: number, options: RewindOptions = {}): Promise<Session> {
+    this.#requireOpen();
+    const patience = this.#link.patience(options, this.#route);
+    const reply = await this.#ofKnownLength(options, patience, (confirmed) => {
+      const request = rewindRequest(this.id, position, options, confirmed);
+      return this.#link.repeat((rpc, each) => rpc.rewindSession(request, each), patience);
+    });
+    this.#isClosed = true;
+    return Session.opened(this.#link, forkedFacts(reply), this.#route);
+  }
+
+  /** Call with the length that is known, or a longer one. For another length, it is another request. */
+  async #ofKnownLength<Reply>(
+    options: RewindOptions,
+    patience: Patience,
+    call: (confirmed: number) => Promise<Reply>,
+  ): Promise<Reply> {
     for (;;) {
       const confirmed = this.#tail.length;
-      // For another length, it is another request.
-      const request = forkRequest(this.id, options, confirmed);
       try {
-        const reply = await this.#link.repeat((rpc, each) => rpc.forkSession(request, each), patience);
-        return Session.opened(this.#link, forkedFacts(reply), this.#route);
+        return await call(confirmed);
       } catch (error) {
         if (!(error instanceof HistoryLengthMismatch) || patience.isAborted) throw error;
         const { actual } = error;

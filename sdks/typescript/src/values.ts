@@ -6,6 +6,7 @@ import {
   Mode as WireMode,
   type CreateSessionResponse,
   type ForkSessionResponse,
+  type RewindSessionResponse,
   type GetServerInfoResponse,
   type GetSessionInfoResponse,
   type ReadHistoryResponse,
@@ -96,6 +97,7 @@ export interface SessionFacts {
   readonly peakBytes: number;
   readonly tierBytes: number;
   readonly sharedBytes: number;
+  readonly prefillTokens: number | undefined;
   readonly limitTokens: number | undefined;
   readonly mode: Mode;
   readonly modelId: string;
@@ -253,7 +255,7 @@ function modeOf(mode: WireMode): Mode {
 
 /** @internal */
 export function createdFacts(reply: CreateSessionResponse): SessionFacts {
-  return { ...sharedFacts(reply), historyLength: 0, sharedBytes: 0 };
+  return { ...sharedFacts(reply), historyLength: 0, sharedBytes: 0, prefillTokens: undefined };
 }
 
 function durabilityOf(durability: WireDurability): Durability {
@@ -281,15 +283,18 @@ export function reopenedFacts(id: string, info: GetSessionInfoResponse, server: 
     ...sharedFacts({ ...info, sessionId: id, mode, modelId, durability }),
     historyLength: exact(info.historyLength, "history_length"),
     sharedBytes: 0,
+    prefillTokens: undefined,
   };
 }
 
 /** @internal */
-export function forkedFacts(reply: ForkSessionResponse): SessionFacts {
+export function forkedFacts(reply: ForkSessionResponse | RewindSessionResponse): SessionFacts {
   return {
     ...sharedFacts(reply),
     historyLength: exact(reply.historyLength, "history_length"),
     sharedBytes: exact(reply.sharedBytes, "shared_bytes"),
+    prefillTokens:
+      reply.prefillTokenCount === undefined ? undefined : exact(reply.prefillTokenCount, "prefill_token_count"),
   };
 }
 
@@ -306,8 +311,8 @@ type SharedField =
   | "durability";
 
 function sharedFacts(
-  reply: Pick<CreateSessionResponse | ForkSessionResponse, SharedField>,
-): Omit<SessionFacts, "historyLength" | "sharedBytes"> {
+  reply: Pick<CreateSessionResponse | ForkSessionResponse | RewindSessionResponse, SharedField>,
+): Omit<SessionFacts, "historyLength" | "sharedBytes" | "prefillTokens"> {
   return {
     id: reply.sessionId,
     strategy: strategyFromWire(reply.strategy),

@@ -23,7 +23,7 @@ from kakeya._client import ClientBase
 from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError, StateError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
-from kakeya._fork import fork_session
+from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._status import cause_of
@@ -198,8 +198,15 @@ class AsyncSession(SessionBase):
         route: str,
         history_length: int = 0,
         shared_bytes: int = 0,
+        prefill_tokens: int | None = None,
     ) -> None:
-        super().__init__(created, route=route, history_length=history_length, shared_bytes=shared_bytes)
+        super().__init__(
+            created,
+            route=route,
+            history_length=history_length,
+            shared_bytes=shared_bytes,
+            prefill_tokens=prefill_tokens,
+        )
         self._client = client
 
     async def append(
@@ -276,6 +283,7 @@ class AsyncSession(SessionBase):
     async def fork(
         self,
         *,
+        at_position: int | None = None,
         limit_tokens: int | None = None,
         label: str = "",
         expected_history_length: int | None = None,
@@ -283,17 +291,23 @@ class AsyncSession(SessionBase):
     ) -> AsyncSession:
         """As `Session.fork`."""
         self._require_open()
-        request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
+        request = requests.fork_session(self.id, at_position, limit_tokens, label, expected_history_length)
         forked = await self._client._run(
             fork_session(request, self._tail, self._client._patience(timeout)), self._route
         )
-        return AsyncSession(
-            self._client,
-            self._of_fork(forked),
-            route=self._route,
-            history_length=forked.history_length,
-            shared_bytes=forked.shared_bytes,
+        return AsyncSession(self._client, route=self._route, **self._of_fork(forked))
+
+    async def rewind(
+        self, position: int, *, expected_history_length: int | None = None, timeout: Timeout = DEFAULT
+    ) -> AsyncSession:
+        """As `Session.rewind`."""
+        self._require_open()
+        request = requests.rewind_session(self.id, position, expected_history_length)
+        rewound = await self._client._run(
+            rewind_session(request, self._tail, self._client._patience(timeout)), self._route
         )
+        self._closed(None)
+        return AsyncSession(self._client, route=self._route, **self._of_fork(rewound))
 
     async def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
         """As `Session.info`."""

@@ -67,7 +67,11 @@ def create_session(
 
 
 def fork_session(
-    session_id: str, limit_tokens: int | None, label: str, expected_history_length: int | None
+    session_id: str,
+    at_position: int | None,
+    limit_tokens: int | None,
+    label: str,
+    expected_history_length: int | None,
 ) -> pb.ForkSessionRequest:
     return pb.ForkSessionRequest(
         session_id=session_id,
@@ -75,6 +79,16 @@ def fork_session(
         expected_history_length=history_length(expected_history_length),
         client_label=text(label, "label"),
         limit_tokens=_optional_whole(limit_tokens, "limit_tokens"),
+        at_position=_optional_whole(at_position, "at_position"),
+    )
+
+
+def rewind_session(session_id: str, position: int, expected_history_length: int | None) -> pb.RewindSessionRequest:
+    return pb.RewindSessionRequest(
+        session_id=session_id,
+        request_id=new_request_id(),
+        expected_history_length=history_length(expected_history_length),
+        at_position=whole_number(position, "position", below=_UINT64),
     )
 
 

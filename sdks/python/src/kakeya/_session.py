@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Literal
+from typing import Any, Literal
 
 from kakeya._append import Tail
 from kakeya._errors import SessionClosed
@@ -30,11 +30,18 @@ class SessionBase:
     """A session's fixed facts, and its history length as last received."""
 
     def __init__(
-        self, created: pb.CreateSessionResponse, *, route: str, history_length: int = 0, shared_bytes: int = 0
+        self,
+        created: pb.CreateSessionResponse,
+        *,
+        route: str,
+        history_length: int = 0,
+        shared_bytes: int = 0,
+        prefill_tokens: int | None = None,
     ) -> None:
         self._created = created
         self._route = route
         self._shared_bytes = shared_bytes
+        self._prefill_tokens = prefill_tokens
         self._tail = Tail(length=history_length)
         self._is_closed = False
 
@@ -79,6 +86,14 @@ class SessionBase:
         return self._shared_bytes
 
     @property
+    def prefill_tokens(self) -> int | None:
+        """Of a fork or a rewound session: how many tokens its first Generate prefills if nothing is appended before.
+
+        None: it is neither, or the server is older.
+        """
+        return self._prefill_tokens
+
+    @property
     def limit_tokens(self) -> int | None:
         """The longest history the session can reach; None if there is no limit."""
         return self._created.limit_tokens if self._created.HasField("limit_tokens") else None
@@ -112,9 +127,9 @@ class SessionBase:
             )
 
     @staticmethod
-    def _of_fork(forked: pb.ForkSessionResponse) -> pb.CreateSessionResponse:
-        """The facts of a fork as those of any new session."""
-        return pb.CreateSessionResponse(
+    def _of_fork(forked: pb.ForkSessionResponse | pb.RewindSessionResponse) -> dict[str, Any]:
+        """The facts of a fork as those of any new session, and its own."""
+        created = pb.CreateSessionResponse(
             session_id=forked.session_id,
             strategy=forked.strategy,
             sustained_bytes=forked.sustained_bytes,
@@ -126,6 +141,12 @@ class SessionBase:
             reserved_bytes=forked.reserved_bytes,
             durability=forked.durability,
         )
+        return {
+            "created": created,
+            "history_length": forked.history_length,
+            "shared_bytes": forked.shared_bytes,
+            "prefill_tokens": forked.prefill_token_count if forked.HasField("prefill_token_count") else None,
+        }
 
     def _saw_piece(self, piece: HistoryPiece, request: pb.ReadHistoryRequest) -> bool:
         """Move `request` behind `piece`. False at the history's end."""

@@ -22,7 +22,7 @@ from kakeya._client import ClientBase
 from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError
 from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
-from kakeya._fork import fork_session
+from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._status import cause_of
@@ -204,8 +204,15 @@ class Session(SessionBase):
         route: str,
         history_length: int = 0,
         shared_bytes: int = 0,
+        prefill_tokens: int | None = None,
     ) -> None:
-        super().__init__(created, route=route, history_length=history_length, shared_bytes=shared_bytes)
+        super().__init__(
+            created,
+            route=route,
+            history_length=history_length,
+            shared_bytes=shared_bytes,
+            prefill_tokens=prefill_tokens,
+        )
         self._client = client
 
     def append(
@@ -296,6 +303,7 @@ class Session(SessionBase):
     def fork(
         self,
         *,
+        at_position: int | None = None,
         limit_tokens: int | None = None,
         label: str = "",
         expected_history_length: int | None = None,
@@ -303,21 +311,33 @@ class Session(SessionBase):
     ) -> Session:
         """A new session that begins with this one's history, and diverges from there.
 
+        `at_position`: with so many of its tokens only.
+
         It has this one's strategy, end ids and, unless `limit_tokens` is given, length limit.
 
         A history that is shorter than the server had said is not forked: HistoryBehindClient. With
         `expected_history_length`, none of any other length is: HistoryLengthMismatch.
         """
         self._require_open()
-        request = requests.fork_session(self.id, limit_tokens, label, expected_history_length)
+        request = requests.fork_session(self.id, at_position, limit_tokens, label, expected_history_length)
         forked = self._client._run(fork_session(request, self._tail, self._client._patience(timeout)), self._route)
-        return Session(
-            self._client,
-            self._of_fork(forked),
-            route=self._route,
-            history_length=forked.history_length,
-            shared_bytes=forked.shared_bytes,
-        )
+        return Session(self._client, route=self._route, **self._of_fork(forked))
+
+    def rewind(
+        self, position: int, *, expected_history_length: int | None = None, timeout: Timeout = DEFAULT
+    ) -> Session:
+        """Close this session and return a new one in its place, whose history is this one's first `position` tokens.
+
+        One call, whole or not at all, in this session's memory: it is not refused for lack of room. The new session has
+        this one's strategy, end ids, limit and label. Its `prefill_tokens` says how many tokens will be computed again.
+
+        What is checked of the history's length is as for `fork`.
+        """
+        self._require_open()
+        request = requests.rewind_session(self.id, position, expected_history_length)
+        rewound = self._client._run(rewind_session(request, self._tail, self._client._patience(timeout)), self._route)
+        self._closed(None)
+        return Session(self._client, route=self._route, **self._of_fork(rewound))
 
     def info(self, *, timeout: Timeout = DEFAULT) -> SessionInfo:
         """Facts about the session now. Never waits for a running Generate."""

@@ -864,6 +864,7 @@ class ForkSessionRequest(_message.Message):
     EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
     CLIENT_LABEL_FIELD_NUMBER: _builtins.int
     LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    AT_POSITION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     request_id: _builtins.bytes
     """As in CreateSessionRequest."""
@@ -874,7 +875,11 @@ class ForkSessionRequest(_message.Message):
     is in no log, metric or trace.
     """
     limit_tokens: _builtins.int
-    """The fork's own length limit in tokens; at least the history's length. Absent: that of the session it is made from."""
+    """The fork's own length limit in tokens; at least the fork's length. Absent: that of the session it is made from."""
+    at_position: _builtins.int
+    """How many tokens of the history the fork begins with, from 0 to its length. Absent: all. An older server does not know
+    the field: its answer has another history_length.
+    """
     def __init__(
         self,
         *,
@@ -883,15 +888,20 @@ class ForkSessionRequest(_message.Message):
         expected_history_length: _builtins.int | None = ...,
         client_label: _builtins.str = ...,
         limit_tokens: _builtins.int | None = ...,
+        at_position: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at_position", b"_at_position", "_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "at_position", b"at_position", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "client_label", b"client_label", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at_position", b"_at_position", "_expected_history_length", b"_expected_history_length", "_limit_tokens", b"_limit_tokens", "at_position", b"at_position", "client_label", b"client_label", "expected_history_length", b"expected_history_length", "limit_tokens", b"limit_tokens", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__at_position: _TypeAlias = _typing.Literal["at_position"]  # noqa: Y015
+    _WhichOneofArgType__at_position: _TypeAlias = _typing.Literal["_at_position", b"_at_position"]  # noqa: Y015
     _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
     _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__at_position) -> _WhichOneofReturnType__at_position | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_history_length) -> _WhichOneofReturnType__expected_history_length | None: ...
     @_typing.overload
@@ -916,10 +926,11 @@ class ForkSessionResponse(_message.Message):
     REPLAYED_FIELD_NUMBER: _builtins.int
     RESERVED_BYTES_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Opaque, unguessable."""
     history_length: _builtins.int
-    """Tokens in its history, all of them those of the session it was made from."""
+    """Tokens in its history, the first ones of the session it was made from."""
     sustained_bytes: _builtins.int
     peak_bytes: _builtins.int
     limit_tokens: _builtins.int
@@ -934,6 +945,8 @@ class ForkSessionResponse(_message.Message):
     """As in CreateSessionResponse. A fork is granted memory as the session it was made from is."""
     durability: Global___Durability.ValueType
     """As in CreateSessionResponse."""
+    prefill_token_count: _builtins.int
+    """Tokens that the next Generate prefills if nothing is appended before. Absent: an older server."""
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """As in CreateSessionResponse. The strategy and the ids that end a Generate are those of the session it was made from."""
@@ -954,16 +967,137 @@ class ForkSessionResponse(_message.Message):
         replayed: _builtins.bool = ...,
         reserved_bytes: _builtins.int = ...,
         durability: Global___Durability.ValueType = ...,
+        prefill_token_count: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "_prefill_token_count", b"_prefill_token_count", "limit_tokens", b"limit_tokens", "prefill_token_count", b"prefill_token_count", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "durability", b"durability", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "_prefill_token_count", b"_prefill_token_count", "durability", b"durability", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "prefill_token_count", b"prefill_token_count", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_token_count: _TypeAlias = _typing.Literal["prefill_token_count"]  # noqa: Y015
+    _WhichOneofArgType__prefill_token_count: _TypeAlias = _typing.Literal["_prefill_token_count", b"_prefill_token_count"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_token_count) -> _WhichOneofReturnType__prefill_token_count | None: ...
 
 Global___ForkSessionResponse: _TypeAlias = ForkSessionResponse  # noqa: Y015
+
+@_typing.final
+class RewindSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    AT_POSITION_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    request_id: _builtins.bytes
+    """As in CreateSessionRequest."""
+    expected_history_length: _builtins.int
+    """If present and different from the history length, nothing is done: ABORTED, HISTORY_LENGTH_MISMATCH."""
+    at_position: _builtins.int
+    """How many tokens of the history stay, from 0 to its length. Must be present."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.bytes = ...,
+        expected_history_length: _builtins.int | None = ...,
+        at_position: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_at_position", b"_at_position", "_expected_history_length", b"_expected_history_length", "at_position", b"at_position", "expected_history_length", b"expected_history_length"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_at_position", b"_at_position", "_expected_history_length", b"_expected_history_length", "at_position", b"at_position", "expected_history_length", b"expected_history_length", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__at_position: _TypeAlias = _typing.Literal["at_position"]  # noqa: Y015
+    _WhichOneofArgType__at_position: _TypeAlias = _typing.Literal["_at_position", b"_at_position"]  # noqa: Y015
+    _WhichOneofReturnType__expected_history_length: _TypeAlias = _typing.Literal["expected_history_length"]  # noqa: Y015
+    _WhichOneofArgType__expected_history_length: _TypeAlias = _typing.Literal["_expected_history_length", b"_expected_history_length"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__at_position) -> _WhichOneofReturnType__at_position | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__expected_history_length) -> _WhichOneofReturnType__expected_history_length | None: ...
+
+Global___RewindSessionRequest: _TypeAlias = RewindSessionRequest  # noqa: Y015
+
+@_typing.final
+class RewindSessionResponse(_message.Message):
+    """Of the new session; request ids of the old one's Generates and appends are not its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    HISTORY_LENGTH_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    SUSTAINED_BYTES_FIELD_NUMBER: _builtins.int
+    PEAK_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIER_BYTES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    MODEL_ID_FIELD_NUMBER: _builtins.int
+    SHARED_BYTES_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    RESERVED_BYTES_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Opaque, unguessable."""
+    history_length: _builtins.int
+    """Tokens in its history, the first ones of the session whose place it takes."""
+    sustained_bytes: _builtins.int
+    peak_bytes: _builtins.int
+    limit_tokens: _builtins.int
+    tier_bytes: _builtins.int
+    mode: Global___Mode.ValueType
+    model_id: _builtins.str
+    shared_bytes: _builtins.int
+    replayed: _builtins.bool
+    """An earlier call with this request_id had done it."""
+    reserved_bytes: _builtins.int
+    """As in CreateSessionResponse. 0: forks read what the old session had computed, and the next Generate reserves memory."""
+    durability: Global___Durability.ValueType
+    prefill_token_count: _builtins.int
+    """As in ForkSessionResponse: few where the K/V of the tokens that stay is there, all of them where the strategy has
+    evicted or compressed some since.
+    """
+    @_builtins.property
+    def strategy(self) -> Global___Strategy:
+        """As in ForkSessionResponse."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        history_length: _builtins.int = ...,
+        strategy: Global___Strategy | None = ...,
+        sustained_bytes: _builtins.int = ...,
+        peak_bytes: _builtins.int = ...,
+        limit_tokens: _builtins.int | None = ...,
+        tier_bytes: _builtins.int = ...,
+        mode: Global___Mode.ValueType = ...,
+        model_id: _builtins.str = ...,
+        shared_bytes: _builtins.int = ...,
+        replayed: _builtins.bool = ...,
+        reserved_bytes: _builtins.int = ...,
+        durability: Global___Durability.ValueType = ...,
+        prefill_token_count: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "_prefill_token_count", b"_prefill_token_count", "limit_tokens", b"limit_tokens", "prefill_token_count", b"prefill_token_count", "strategy", b"strategy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "_prefill_token_count", b"_prefill_token_count", "durability", b"durability", "history_length", b"history_length", "limit_tokens", b"limit_tokens", "mode", b"mode", "model_id", b"model_id", "peak_bytes", b"peak_bytes", "prefill_token_count", b"prefill_token_count", "replayed", b"replayed", "reserved_bytes", b"reserved_bytes", "session_id", b"session_id", "shared_bytes", b"shared_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_token_count: _TypeAlias = _typing.Literal["prefill_token_count"]  # noqa: Y015
+    _WhichOneofArgType__prefill_token_count: _TypeAlias = _typing.Literal["_prefill_token_count", b"_prefill_token_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limit_tokens) -> _WhichOneofReturnType__limit_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_token_count) -> _WhichOneofReturnType__prefill_token_count | None: ...
+
+Global___RewindSessionResponse: _TypeAlias = RewindSessionResponse  # noqa: Y015
 
 @_typing.final
 class GetSessionInfoRequest(_message.Message):

@@ -65,6 +65,11 @@ class RuntimeServiceStub:
                 request_serializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
                 response_deserializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.FromString,
                 _registered_method=True)
+        self.RewindSession = channel.unary_unary(
+                '/kakeya.v1.RuntimeService/RewindSession',
+                request_serializer=kakeya_dot_v1_dot_runtime__pb2.RewindSessionRequest.SerializeToString,
+                response_deserializer=kakeya_dot_v1_dot_runtime__pb2.RewindSessionResponse.FromString,
+                _registered_method=True)
         self.GetServerInfo = channel.unary_unary(
                 '/kakeya.v1.RuntimeService/GetServerInfo',
                 request_serializer=kakeya_dot_v1_dot_runtime__pb2.GetServerInfoRequest.SerializeToString,
@@ -129,6 +134,15 @@ class RuntimeServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RewindSession(self, request, context):
+        """Closes a session, and opens another with its first tokens in its place: a history itself only grows. Both or neither
+        is done. The new session has the memory, the limits and the label of the old one, so the call needs no room that
+        there is not. Waits for a running Generate, as an append does.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetServerInfo(self, request, context):
         """Facts about the server: model, limits, strategies.
         """
@@ -182,6 +196,11 @@ def add_RuntimeServiceServicer_to_server(servicer, server):
                     servicer.ForkSession,
                     request_deserializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.FromString,
                     response_serializer=kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.SerializeToString,
+            ),
+            'RewindSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.RewindSession,
+                    request_deserializer=kakeya_dot_v1_dot_runtime__pb2.RewindSessionRequest.FromString,
+                    response_serializer=kakeya_dot_v1_dot_runtime__pb2.RewindSessionResponse.SerializeToString,
             ),
             'GetServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetServerInfo,
@@ -362,6 +381,33 @@ class RuntimeService:
             '/kakeya.v1.RuntimeService/ForkSession',
             kakeya_dot_v1_dot_runtime__pb2.ForkSessionRequest.SerializeToString,
             kakeya_dot_v1_dot_runtime__pb2.ForkSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RewindSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kakeya.v1.RuntimeService/RewindSession',
+            kakeya_dot_v1_dot_runtime__pb2.RewindSessionRequest.SerializeToString,
+            kakeya_dot_v1_dot_runtime__pb2.RewindSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,11 @@ class RuntimeServiceStub:
     """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
     as an append does. Frees nothing and changes nothing of the session it is made from.
     """
+    RewindSession: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.RewindSessionRequest, _runtime_pb2.RewindSessionResponse]
+    """Closes a session, and opens another with its first tokens in its place: a history itself only grows. Both or neither
+    is done. The new session has the memory, the limits and the label of the old one, so the call needs no room that
+    there is not. Waits for a running Generate, as an append does.
+    """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]
     """Facts about the server: model, limits, strategies."""
     ListSessions: _grpc.UnaryUnaryMultiCallable[_runtime_pb2.ListSessionsRequest, _runtime_pb2.ListSessionsResponse]
@@ -77,6 +82,11 @@ class RuntimeServiceAsyncStub(RuntimeServiceStub):
     ForkSession: _aio.UnaryUnaryMultiCallable[_runtime_pb2.ForkSessionRequest, _runtime_pb2.ForkSessionResponse]  # type: ignore[assignment]
     """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
     as an append does. Frees nothing and changes nothing of the session it is made from.
+    """
+    RewindSession: _aio.UnaryUnaryMultiCallable[_runtime_pb2.RewindSessionRequest, _runtime_pb2.RewindSessionResponse]  # type: ignore[assignment]
+    """Closes a session, and opens another with its first tokens in its place: a history itself only grows. Both or neither
+    is done. The new session has the memory, the limits and the label of the old one, so the call needs no room that
+    there is not. Waits for a running Generate, as an append does.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_runtime_pb2.GetServerInfoRequest, _runtime_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """Facts about the server: model, limits, strategies."""
@@ -136,6 +146,17 @@ class RuntimeServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_runtime_pb2.ForkSessionResponse, _abc.Awaitable[_runtime_pb2.ForkSessionResponse]]:
         """A new session that goes on from where this one is, with its own history from there on. Waits for a running Generate,
         as an append does. Frees nothing and changes nothing of the session it is made from.
+        """
+
+    @_abc_1.abstractmethod
+    def RewindSession(
+        self,
+        request: _runtime_pb2.RewindSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_runtime_pb2.RewindSessionResponse, _abc.Awaitable[_runtime_pb2.RewindSessionResponse]]:
+        """Closes a session, and opens another with its first tokens in its place: a history itself only grows. Both or neither
+        is done. The new session has the memory, the limits and the label of the old one, so the call needs no room that
+        there is not. Waits for a running Generate, as an append does.
         """
 
     @_abc_1.abstractmethod

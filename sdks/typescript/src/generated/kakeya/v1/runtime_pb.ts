@@ -16,7 +16,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kakeya/v1/runtime.proto.
  */
 export const file_kakeya_v1_runtime: GenFile = /*@__PURE__*/
-  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxIowCChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBARIgChNtb2RlbF9lb3NfdG9rZW5faWRzGA4gASgISAKIAQFCDwoNX2xpbWl0X3Rva2Vuc0INCgtfZ3VhcmFudGVlZEIWChRfbW9kZWxfZW9zX3Rva2VuX2lkcyLxAgoVQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSJQoIc3RyYXRlZ3kYCiABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAsgASgEEhIKCnBlYWtfYnl0ZXMYDCABKAQSGQoMbGltaXRfdG9rZW5zGA0gASgESACIAQESHQoEbW9kZRgOIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGA8gASgJEhIKCnRpZXJfYnl0ZXMYECABKAQSEAoIcmVwbGF5ZWQYESABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYEiABKAQSKQoKZHVyYWJpbGl0eRgTIAEoDjIVLmtha2V5YS52MS5EdXJhYmlsaXR5EioKDWVvc190b2tlbl9pZHMYFCABKAsyEy5rYWtleWEudjEuVG9rZW5JZHNCDwoNX2xpbWl0X3Rva2VucyIdCghUb2tlbklkcxIRCgl0b2tlbl9pZHMYASADKA0ikgEKE0FwcGVuZFRva2Vuc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCiABKARIAIgBARISCgpyZXF1ZXN0X2lkGAsgASgMQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJAChRBcHBlbmRUb2tlbnNSZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCKVBgoPR2VuZXJhdGVSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKbWF4X3Rva2VucxgCIAEoDRIRCgRzZWVkGAMgASgESACIAQESGAoLdGVtcGVyYXR1cmUYBCABKAJIAYgBARISCgV0b3BfcBgFIAEoAkgCiAEBEhIKBXRvcF9rGAYgASgNSAOIAQESFgoOc3RvcF90b2tlbl9pZHMYCiADKA0SEgoFbWluX3AYCyABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAJIBYgBARI9Cgpsb2dpdF9iaWFzGA0gAygLMikua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdC5Mb2dpdEJpYXNFbnRyeRIVCghsb2dwcm9icxgOIAEoCEgGiAEBEhoKDXRva2VuX2RldGFpbHMYDyABKAhIB4gBARIVCghwcm9ncmVzcxgQIAEoCEgIiAEBEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGBEgASgESAmIAQESFQoIZHJhZnRpbmcYEiABKAhICogBARISCgpyZXF1ZXN0X2lkGBMgASgMEhgKC3Jlc3VtZV9mcm9tGBQgASgESAuIAQESHgoRaGVhcnRiZWF0X3NlY29uZHMYFSABKAJIDIgBARIpCgpjb25zdHJhaW50GBYgASgLMhUua2FrZXlhLnYxLkNvbnN0cmFpbnQaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIHCgVfc2VlZEIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUILCglfbG9ncHJvYnNCEAoOX3Rva2VuX2RldGFpbHNCCwoJX3Byb2dyZXNzQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEILCglfZHJhZnRpbmdCDgoMX3Jlc3VtZV9mcm9tQhQKEl9oZWFydGJlYXRfc2Vjb25kcyJ2CgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASKAoGY2hvaWNlGAQgASgLMhYua2FrZXlhLnYxLlRva2VuQ2hvaWNlSABCBgoEa2luZCIzCgtUb2tlbkNob2ljZRIkCgdjaG9pY2VzGAEgAygLMhMua2FrZXlhLnYxLlRva2VuSWRzIpYCChBHZW5lcmF0ZVJlc3BvbnNlEhIKCHRva2VuX2lkGAEgASgNSAASJwoEZG9uZRgCIAEoCzIXLmtha2V5YS52MS5HZW5lcmF0ZURvbmVIABIwCgl0cnVuY2F0ZWQYAyABKAsyGy5rYWtleWEudjEuSGlzdG9yeVRydW5jYXRlZEgAEi8KCGFjY2VwdGVkGAogASgLMhsua2FrZXlhLnYxLkdlbmVyYXRlQWNjZXB0ZWRIABIuCghwcm9ncmVzcxgLIAEoCzIaLmtha2V5YS52MS5QcmVmaWxsUHJvZ3Jlc3NIABInCgV0b2tlbhgMIAEoCzIWLmtha2V5YS52MS5Ub2tlbkRldGFpbEgAQgkKB3BheWxvYWQiqwUKDEdlbmVyYXRlRG9uZRI3CgtzdG9wX3JlYXNvbhgBIAEoDjIiLmtha2V5YS52MS5HZW5lcmF0ZURvbmUuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKA0SIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESDAoEc2VlZBgKIAEoBBIdChVwcmVmaWxsZWRfdG9rZW5fY291bnQYCyABKAQSGgoSY2FjaGVkX3Rva2VuX2NvdW50GAwgASgEEh8KF2F0dGVuZGVkX3Bvc2l0aW9uX2NvdW50GA0gASgEEh4KFmV2aWN0ZWRfcG9zaXRpb25fY291bnQYDiABKAQSFgoOaGlzdG9yeV9sZW5ndGgYDyABKAQSHwoXcmVzdG9yZWRfcG9zaXRpb25fY291bnQYECABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgRIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgSIAEoBBIQCghkZWdyYWRlZBgTIAEoCBIQCghyZXBsYXllZBgUIAEoCBIcCg9maXRzX2NvbnN0cmFpbnQYFSABKAhIAIgBASKsAQoKU3RvcFJlYXNvbhIbChdTVE9QX1JFQVNPTl9VTlNQRUNJRklFRBAAEhoKFlNUT1BfUkVBU09OX01BWF9UT0tFTlMQARITCg9TVE9QX1JFQVNPTl9FT1MQAhIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQAxIZChVTVE9QX1JFQVNPTl9UUlVOQ0FURUQQBBIaChZTVE9QX1JFQVNPTl9DT05TVFJBSU5UEAVCEgoQX2ZpdHNfY29uc3RyYWludCIvChBIaXN0b3J5VHJ1bmNhdGVkEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYASABKAQicQoQR2VuZXJhdGVBY2NlcHRlZBIWCg5xdWV1ZV9wb3NpdGlvbhgBIAEoDRIbChNwcmVmaWxsX3Rva2VuX2NvdW50GAIgASgEEhYKDmZpcnN0X3Bvc2l0aW9uGAMgASgEEhAKCHJlcGxheWVkGAQgASgIIkYKD1ByZWZpbGxQcm9ncmVzcxIYChBkb25lX3Rva2VuX2NvdW50GAEgASgEEhkKEXRvdGFsX3Rva2VuX2NvdW50GAIgASgEIlMKC1Rva2VuRGV0YWlsEhAKCHRva2VuX2lkGAEgASgNEhAKCHBvc2l0aW9uGAIgASgEEhQKB2xvZ3Byb2IYAyABKAJIAIgBAUIKCghfbG9ncHJvYiJ/ChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgKIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgLIAEoBEgAiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJGChRDbG9zZVNlc3Npb25SZXNwb25zZRIcChRmaW5hbF9oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLAAQoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhQKDGNsaWVudF9sYWJlbBgEIAEoCRIZCgxsaW1pdF90b2tlbnMYBSABKARIAYgBAUIaChhfZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGhCDwoNX2xpbWl0X3Rva2VucyLxAgoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgEEiUKCHN0cmF0ZWd5GAMgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgEIAEoBBISCgpwZWFrX2J5dGVzGAUgASgEEhkKDGxpbWl0X3Rva2VucxgGIAEoBEgAiAEBEhIKCnRpZXJfYnl0ZXMYByABKAQSHQoEbW9kZRgIIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGAkgASgJEhQKDHNoYXJlZF9ieXRlcxgKIAEoBBIQCghyZXBsYXllZBgLIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgMIAEoBBIpCgpkdXJhYmlsaXR5GA0gASgOMhUua2FrZXlhLnYxLkR1cmFiaWxpdHlCDwoNX2xpbWl0X3Rva2VucyIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSKuBQoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEEhUKDWhpc3RvcnlfYnl0ZXMYGSABKAQSEAoIcmVzaWRlbnQYGiABKAgSGQoRc2F2ZWRfdG9rZW5fY291bnQYGyABKAQSFQoNZW9zX3Rva2VuX2lkcxgcIAMoDUIPCg1fbGltaXRfdG9rZW5zIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEgoKcGFnZV90b2tlbhgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0iXAoUTGlzdFNlc3Npb25zUmVzcG9uc2USKwoIc2Vzc2lvbnMYASADKAsyGS5rYWtleWEudjEuU2Vzc2lvblN1bW1hcnkSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCg5TZXNzaW9uU3VtbWFyeRISCgpzZXNzaW9uX2lkGAEgASgJEhQKDGNsaWVudF9sYWJlbBgCIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgDIAEoBBITCgthZ2Vfc2Vjb25kcxgEIAEoARIUCgxpZGxlX3NlY29uZHMYBSABKAESEAoIcmVzaWRlbnQYBiABKAgSEgoKZ2VuZXJhdGluZxgHIAEoCBIWCg5mYWlsdXJlX3JlYXNvbhgIIAEoCRIlCghzdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneSJUChJSZWFkSGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5maXJzdF9wb3NpdGlvbhgCIAEoBBISCgptYXhfdG9rZW5zGAMgASgNIm0KE1JlYWRIaXN0b3J5UmVzcG9uc2USFgoOZmlyc3RfcG9zaXRpb24YASABKAQSEQoJdG9rZW5faWRzGAIgAygNEhYKDmhpc3RvcnlfbGVuZ3RoGAMgASgEEhMKC3J1bl9sZW5ndGhzGAQgAygNIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpkGChVHZXRTZXJ2ZXJJbmZvUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIQCghtb2RlbF9pZBgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEh4KFnRyYWluZWRfcG9zaXRpb25fY291bnQYBCABKAQSDgoGZGV2aWNlGAUgASgJEg0KBWR0eXBlGAYgASgJEh0KBG1vZGUYByABKA4yDy5rYWtleWEudjEuTW9kZRISCgpzdHJhdGVnaWVzGAggAygJEi0KEGRlZmF1bHRfc3RyYXRlZ3kYCSABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSGAoQbWF4X3Rva2Vuc19saW1pdBgKIAEoDRIZChFtYXhfYXBwZW5kX3Rva2VucxgLIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgMIAEoDRIZChFrdl9jYXBhY2l0eV9ieXRlcxgNIAEoBBIZChFrdl9yZXNlcnZlZF9ieXRlcxgOIAEoBBIWCg5zZWdtZW50X3Rva2VucxgPIAEoDRIgChhzZXNzaW9uX2lkbGVfdHRsX3NlY29uZHMYECABKAESDwoHZHJhZnRlchgRIAEoCRIbChN0aWVyX2NhcGFjaXR5X2J5dGVzGBIgASgEEhsKE3RpZXJfcmVzZXJ2ZWRfYnl0ZXMYEyABKAQSIQoUZGVmYXVsdF9saW1pdF90b2tlbnMYFCABKARIAIgBARIZChFncm93dGhfZ3VhcmFudGVlZBgVIAEoCBIiChpoaXN0b3J5X3Rva2Vuc19wZXJfc2Vzc2lvbhgWIAEoBBIgChhoaXN0b3J5X3Rva2Vuc19wZXJfb3duZXIYFyABKAQSGwoTaGlzdG9yeV90b2tlbl9jb3VudBgYIAEoBBIPCgdiYWNrZW5kGBkgASgJEhAKCG51bWVyaWNzGBogASgJEikKCmR1cmFiaWxpdHkYGyABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eRIVCg1lb3NfdG9rZW5faWRzGBwgAygNQhcKFV9kZWZhdWx0X2xpbWl0X3Rva2VucyKGAwoIU3RyYXRlZ3kSJwoEZnVsbBgBIAEoCzIXLmtha2V5YS52MS5GdWxsU3RyYXRlZ3lIABI0CgtzaW5rX3dpbmRvdxgCIAEoCzIdLmtha2V5YS52MS5TaW5rV2luZG93U3RyYXRlZ3lIABI2CgxsYXllcl93aW5kb3cYAyABKAsyHi5rYWtleWEudjEuTGF5ZXJXaW5kb3dTdHJhdGVneUgAEi8KCHJlc3RvcmVkGAQgASgLMhsua2FrZXlhLnYxLlJlc3RvcmVkU3RyYXRlZ3lIABIrCgZnYXRoZXIYBSABKAsyGS5rYWtleWEudjEuR2F0aGVyU3RyYXRlZ3lIABIlCgNtYWMYBiABKAsyFi5rYWtleWEudjEuTWFjU3RyYXRlZ3lIABIrCgZ0aWVyZWQYByABKAsyGS5rYWtleWEudjEuVGllcmVkU3RyYXRlZ3lIABIpCgVuYW1lZBgPIAEoCzIYLmtha2V5YS52MS5OYW1lZFN0cmF0ZWd5SABCBgoEa2luZCKFAQoNTmFtZWRTdHJhdGVneRIMCgRuYW1lGAEgASgJEjYKB29wdGlvbnMYAiADKAsyJS5rYWtleWEudjEuTmFtZWRTdHJhdGVneS5PcHRpb25zRW50cnkaLgoMT3B0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEibgoMRnVsbFN0cmF0ZWd5EhIKBWNvZGVjGAEgASgJSACIAQESGQoMZXhhY3Rfd2luZG93GAIgASgNSAGIAQESFAoMZXhhY3RfbGF5ZXJzGAMgAygNQggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IrABChJTaW5rV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhIKBWNvZGVjGAMgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAQgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAUgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3cixgEKE0xheWVyV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKC2Z1bGxfbGF5ZXJzGAMgAygNEhIKBWNvZGVjGAQgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAUgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAYgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3ciugMKEFJlc3RvcmVkU3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKBnNvdXJjZRgDIAEoCUgCiAEBEhwKD2J5dGVzX3Blcl90b2tlbhgEIAEoDUgDiAEBEhEKBG1vZGUYBSABKAlIBIgBARIiChVyZXNpZGVudF9sYXRlbnRfYnl0ZXMYBiABKARIBYgBARITCgZidWRnZXQYCiABKA1IBogBARIRCgRyYW5rGAsgASgNSAeIAQESEQoEYml0cxgMIAEoDUgIiAEBEhAKA3J1bhgNIAEoDUgJiAEBEhgKC2F3YWtlX2J5dGVzGA4gASgESAqIAQESFQoIYXBwZW5kZWQYDyABKAlIC4gBAUIHCgVfc2lua0IJCgdfd2luZG93QgkKB19zb3VyY2VCEgoQX2J5dGVzX3Blcl90b2tlbkIHCgVfbW9kZUIYChZfcmVzaWRlbnRfbGF0ZW50X2J5dGVzQgkKB19idWRnZXRCBwoFX3JhbmtCBwoFX2JpdHNCBgoEX3J1bkIOCgxfYXdha2VfYnl0ZXNCCwoJX2FwcGVuZGVkIvwBCg5HYXRoZXJTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARITCgZzY29yZXIYBSABKAlIBIgBARIRCgRyYW5rGAogASgNSAWIAQESEQoEYml0cxgLIAEoDUgGiAEBEhAKA3J1bhgMIAEoDUgHiAEBQgkKB19idWRnZXRCCAoGX2Jsb2NrQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3Njb3JlckIHCgVfcmFua0IHCgVfYml0c0IGCgRfcnVuIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIqawoKRHVyYWJpbGl0eRIaChZEVVJBQklMSVRZX1VOU1BFQ0lGSUVEEAASEwoPRFVSQUJJTElUWV9OT05FEAESFgoSRFVSQUJJTElUWV9QUk9DRVNTEAISFAoQRFVSQUJJTElUWV9QT1dFUhADMuUFCg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEk8KDExpc3RTZXNzaW9ucxIeLmtha2V5YS52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkwKC1JlYWRIaXN0b3J5Eh0ua2FrZXlhLnYxLlJlYWRIaXN0b3J5UmVxdWVzdBoeLmtha2V5YS52MS5SZWFkSGlzdG9yeVJlc3BvbnNlYgZwcm90bzM");
+  fileDesc("ChdrYWtleWEvdjEvcnVudGltZS5wcm90bxIJa2FrZXlhLnYxIowCChRDcmVhdGVTZXNzaW9uUmVxdWVzdBIUCgxjbGllbnRfbGFiZWwYASABKAkSFQoNZW9zX3Rva2VuX2lkcxgCIAMoDRIlCghzdHJhdGVneRgKIAEoCzITLmtha2V5YS52MS5TdHJhdGVneRIZCgxsaW1pdF90b2tlbnMYCyABKARIAIgBARISCgpyZXF1ZXN0X2lkGAwgASgMEhcKCmd1YXJhbnRlZWQYDSABKAhIAYgBARIgChNtb2RlbF9lb3NfdG9rZW5faWRzGA4gASgISAKIAQFCDwoNX2xpbWl0X3Rva2Vuc0INCgtfZ3VhcmFudGVlZEIWChRfbW9kZWxfZW9zX3Rva2VuX2lkcyLxAgoVQ3JlYXRlU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSJQoIc3RyYXRlZ3kYCiABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAsgASgEEhIKCnBlYWtfYnl0ZXMYDCABKAQSGQoMbGltaXRfdG9rZW5zGA0gASgESACIAQESHQoEbW9kZRgOIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGA8gASgJEhIKCnRpZXJfYnl0ZXMYECABKAQSEAoIcmVwbGF5ZWQYESABKAgSFgoOcmVzZXJ2ZWRfYnl0ZXMYEiABKAQSKQoKZHVyYWJpbGl0eRgTIAEoDjIVLmtha2V5YS52MS5EdXJhYmlsaXR5EioKDWVvc190b2tlbl9pZHMYFCABKAsyEy5rYWtleWEudjEuVG9rZW5JZHNCDwoNX2xpbWl0X3Rva2VucyIdCghUb2tlbklkcxIRCgl0b2tlbl9pZHMYASADKA0ikgEKE0FwcGVuZFRva2Vuc1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SJAoXZXhwZWN0ZWRfaGlzdG9yeV9sZW5ndGgYCiABKARIAIgBARISCgpyZXF1ZXN0X2lkGAsgASgMQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJAChRBcHBlbmRUb2tlbnNSZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCKVBgoPR2VuZXJhdGVSZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKbWF4X3Rva2VucxgCIAEoDRIRCgRzZWVkGAMgASgESACIAQESGAoLdGVtcGVyYXR1cmUYBCABKAJIAYgBARISCgV0b3BfcBgFIAEoAkgCiAEBEhIKBXRvcF9rGAYgASgNSAOIAQESFgoOc3RvcF90b2tlbl9pZHMYCiADKA0SEgoFbWluX3AYCyABKAJIBIgBARIfChJyZXBldGl0aW9uX3BlbmFsdHkYDCABKAJIBYgBARI9Cgpsb2dpdF9iaWFzGA0gAygLMikua2FrZXlhLnYxLkdlbmVyYXRlUmVxdWVzdC5Mb2dpdEJpYXNFbnRyeRIVCghsb2dwcm9icxgOIAEoCEgGiAEBEhoKDXRva2VuX2RldGFpbHMYDyABKAhIB4gBARIVCghwcm9ncmVzcxgQIAEoCEgIiAEBEiQKF2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoGBEgASgESAmIAQESFQoIZHJhZnRpbmcYEiABKAhICogBARISCgpyZXF1ZXN0X2lkGBMgASgMEhgKC3Jlc3VtZV9mcm9tGBQgASgESAuIAQESHgoRaGVhcnRiZWF0X3NlY29uZHMYFSABKAJIDIgBARIpCgpjb25zdHJhaW50GBYgASgLMhUua2FrZXlhLnYxLkNvbnN0cmFpbnQaMAoOTG9naXRCaWFzRW50cnkSCwoDa2V5GAEgASgNEg0KBXZhbHVlGAIgASgCOgI4AUIHCgVfc2VlZEIOCgxfdGVtcGVyYXR1cmVCCAoGX3RvcF9wQggKBl90b3Bfa0IICgZfbWluX3BCFQoTX3JlcGV0aXRpb25fcGVuYWx0eUILCglfbG9ncHJvYnNCEAoOX3Rva2VuX2RldGFpbHNCCwoJX3Byb2dyZXNzQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEILCglfZHJhZnRpbmdCDgoMX3Jlc3VtZV9mcm9tQhQKEl9oZWFydGJlYXRfc2Vjb25kcyJ2CgpDb25zdHJhaW50EhUKC2pzb25fc2NoZW1hGAEgASgJSAASDwoFcmVnZXgYAiABKAlIABIOCgRsYXJrGAMgASgJSAASKAoGY2hvaWNlGAQgASgLMhYua2FrZXlhLnYxLlRva2VuQ2hvaWNlSABCBgoEa2luZCIzCgtUb2tlbkNob2ljZRIkCgdjaG9pY2VzGAEgAygLMhMua2FrZXlhLnYxLlRva2VuSWRzIpYCChBHZW5lcmF0ZVJlc3BvbnNlEhIKCHRva2VuX2lkGAEgASgNSAASJwoEZG9uZRgCIAEoCzIXLmtha2V5YS52MS5HZW5lcmF0ZURvbmVIABIwCgl0cnVuY2F0ZWQYAyABKAsyGy5rYWtleWEudjEuSGlzdG9yeVRydW5jYXRlZEgAEi8KCGFjY2VwdGVkGAogASgLMhsua2FrZXlhLnYxLkdlbmVyYXRlQWNjZXB0ZWRIABIuCghwcm9ncmVzcxgLIAEoCzIaLmtha2V5YS52MS5QcmVmaWxsUHJvZ3Jlc3NIABInCgV0b2tlbhgMIAEoCzIWLmtha2V5YS52MS5Ub2tlbkRldGFpbEgAQgkKB3BheWxvYWQiqwUKDEdlbmVyYXRlRG9uZRI3CgtzdG9wX3JlYXNvbhgBIAEoDjIiLmtha2V5YS52MS5HZW5lcmF0ZURvbmUuU3RvcFJlYXNvbhIdChVnZW5lcmF0ZWRfdG9rZW5fY291bnQYAiABKA0SIAoYcHJlZmlsbF9kdXJhdGlvbl9zZWNvbmRzGAMgASgBEh4KFnRvdGFsX2R1cmF0aW9uX3NlY29uZHMYBCABKAESDAoEc2VlZBgKIAEoBBIdChVwcmVmaWxsZWRfdG9rZW5fY291bnQYCyABKAQSGgoSY2FjaGVkX3Rva2VuX2NvdW50GAwgASgEEh8KF2F0dGVuZGVkX3Bvc2l0aW9uX2NvdW50GA0gASgEEh4KFmV2aWN0ZWRfcG9zaXRpb25fY291bnQYDiABKAQSFgoOaGlzdG9yeV9sZW5ndGgYDyABKAQSHwoXcmVzdG9yZWRfcG9zaXRpb25fY291bnQYECABKAQSGwoTZHJhZnRlZF90b2tlbl9jb3VudBgRIAEoBBIcChRhY2NlcHRlZF90b2tlbl9jb3VudBgSIAEoBBIQCghkZWdyYWRlZBgTIAEoCBIQCghyZXBsYXllZBgUIAEoCBIcCg9maXRzX2NvbnN0cmFpbnQYFSABKAhIAIgBASKsAQoKU3RvcFJlYXNvbhIbChdTVE9QX1JFQVNPTl9VTlNQRUNJRklFRBAAEhoKFlNUT1BfUkVBU09OX01BWF9UT0tFTlMQARITCg9TVE9QX1JFQVNPTl9FT1MQAhIZChVTVE9QX1JFQVNPTl9DQU5DRUxMRUQQAxIZChVTVE9QX1JFQVNPTl9UUlVOQ0FURUQQBBIaChZTVE9QX1JFQVNPTl9DT05TVFJBSU5UEAVCEgoQX2ZpdHNfY29uc3RyYWludCIvChBIaXN0b3J5VHJ1bmNhdGVkEhsKE2Ryb3BwZWRfdG9rZW5fY291bnQYASABKAQicQoQR2VuZXJhdGVBY2NlcHRlZBIWCg5xdWV1ZV9wb3NpdGlvbhgBIAEoDRIbChNwcmVmaWxsX3Rva2VuX2NvdW50GAIgASgEEhYKDmZpcnN0X3Bvc2l0aW9uGAMgASgEEhAKCHJlcGxheWVkGAQgASgIIkYKD1ByZWZpbGxQcm9ncmVzcxIYChBkb25lX3Rva2VuX2NvdW50GAEgASgEEhkKEXRvdGFsX3Rva2VuX2NvdW50GAIgASgEIlMKC1Rva2VuRGV0YWlsEhAKCHRva2VuX2lkGAEgASgNEhAKCHBvc2l0aW9uGAIgASgEEhQKB2xvZ3Byb2IYAyABKAJIAIgBAUIKCghfbG9ncHJvYiJ/ChNDbG9zZVNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgKIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgLIAEoBEgAiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aCJGChRDbG9zZVNlc3Npb25SZXNwb25zZRIcChRmaW5hbF9oaXN0b3J5X2xlbmd0aBgBIAEoBBIQCghyZXBsYXllZBgKIAEoCCLqAQoSRm9ya1Nlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhQKDGNsaWVudF9sYWJlbBgEIAEoCRIZCgxsaW1pdF90b2tlbnMYBSABKARIAYgBARIYCgthdF9wb3NpdGlvbhgGIAEoBEgCiAEBQhoKGF9leHBlY3RlZF9oaXN0b3J5X2xlbmd0aEIPCg1fbGltaXRfdG9rZW5zQg4KDF9hdF9wb3NpdGlvbiKrAwoTRm9ya1Nlc3Npb25SZXNwb25zZRISCgpzZXNzaW9uX2lkGAEgASgJEhYKDmhpc3RvcnlfbGVuZ3RoGAIgASgEEiUKCHN0cmF0ZWd5GAMgASgLMhMua2FrZXlhLnYxLlN0cmF0ZWd5EhcKD3N1c3RhaW5lZF9ieXRlcxgEIAEoBBISCgpwZWFrX2J5dGVzGAUgASgEEhkKDGxpbWl0X3Rva2VucxgGIAEoBEgAiAEBEhIKCnRpZXJfYnl0ZXMYByABKAQSHQoEbW9kZRgIIAEoDjIPLmtha2V5YS52MS5Nb2RlEhAKCG1vZGVsX2lkGAkgASgJEhQKDHNoYXJlZF9ieXRlcxgKIAEoBBIQCghyZXBsYXllZBgLIAEoCBIWCg5yZXNlcnZlZF9ieXRlcxgMIAEoBBIpCgpkdXJhYmlsaXR5GA0gASgOMhUua2FrZXlhLnYxLkR1cmFiaWxpdHkSIAoTcHJlZmlsbF90b2tlbl9jb3VudBgOIAEoBEgBiAEBQg8KDV9saW1pdF90b2tlbnNCFgoUX3ByZWZpbGxfdG9rZW5fY291bnQiqgEKFFJld2luZFNlc3Npb25SZXF1ZXN0EhIKCnNlc3Npb25faWQYASABKAkSEgoKcmVxdWVzdF9pZBgCIAEoDBIkChdleHBlY3RlZF9oaXN0b3J5X2xlbmd0aBgDIAEoBEgAiAEBEhgKC2F0X3Bvc2l0aW9uGAQgASgESAGIAQFCGgoYX2V4cGVjdGVkX2hpc3RvcnlfbGVuZ3RoQg4KDF9hdF9wb3NpdGlvbiKtAwoVUmV3aW5kU2Vzc2lvblJlc3BvbnNlEhIKCnNlc3Npb25faWQYASABKAkSFgoOaGlzdG9yeV9sZW5ndGgYAiABKAQSJQoIc3RyYXRlZ3kYAyABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGAQgASgEEhIKCnBlYWtfYnl0ZXMYBSABKAQSGQoMbGltaXRfdG9rZW5zGAYgASgESACIAQESEgoKdGllcl9ieXRlcxgHIAEoBBIdCgRtb2RlGAggASgOMg8ua2FrZXlhLnYxLk1vZGUSEAoIbW9kZWxfaWQYCSABKAkSFAoMc2hhcmVkX2J5dGVzGAogASgEEhAKCHJlcGxheWVkGAsgASgIEhYKDnJlc2VydmVkX2J5dGVzGAwgASgEEikKCmR1cmFiaWxpdHkYDSABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eRIgChNwcmVmaWxsX3Rva2VuX2NvdW50GA4gASgESAGIAQFCDwoNX2xpbWl0X3Rva2Vuc0IWChRfcHJlZmlsbF90b2tlbl9jb3VudCIrChVHZXRTZXNzaW9uSW5mb1JlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCSKuBQoWR2V0U2Vzc2lvbkluZm9SZXNwb25zZRIWCg5oaXN0b3J5X2xlbmd0aBgBIAEoBBIVCg1rdl9saXZlX2J5dGVzGAIgASgEEicKH2NhY2hlX2ludmFyaWFudF9pbnYxX3Zpb2xhdGlvbnMYAyABKAQSJwofY2FjaGVfaW52YXJpYW50X2ludjJfdmlvbGF0aW9ucxgEIAEoBBIUCgxpZGxlX3NlY29uZHMYBSABKAESGgoSY2FjaGVkX3Rva2VuX2NvdW50GAogASgEEhsKE2V2aWN0ZWRfdG9rZW5fY291bnQYCyABKAQSJQoIc3RyYXRlZ3kYDCABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSFwoPc3VzdGFpbmVkX2J5dGVzGA0gASgEEhIKCnBlYWtfYnl0ZXMYDiABKAQSGQoMbGltaXRfdG9rZW5zGA8gASgESACIAQESFgoOZmFpbHVyZV9yZWFzb24YECABKAkSEgoKZ2VuZXJhdGluZxgRIAEoCBInCh9jYWNoZV9pbnZhcmlhbnRfaW52M192aW9sYXRpb25zGBIgASgEEhsKE2RyYWZ0ZWRfdG9rZW5fY291bnQYEyABKAQSHAoUYWNjZXB0ZWRfdG9rZW5fY291bnQYFCABKAQSFwoPdGllcl9saXZlX2J5dGVzGBUgASgEEhIKCnRpZXJfYnl0ZXMYFiABKAQSFAoMY2xpZW50X2xhYmVsGBcgASgJEhYKDnJlc2VydmVkX2J5dGVzGBggASgEEhUKDWhpc3RvcnlfYnl0ZXMYGSABKAQSEAoIcmVzaWRlbnQYGiABKAgSGQoRc2F2ZWRfdG9rZW5fY291bnQYGyABKAQSFQoNZW9zX3Rva2VuX2lkcxgcIAMoDUIPCg1fbGltaXRfdG9rZW5zIjwKE0xpc3RTZXNzaW9uc1JlcXVlc3QSEgoKcGFnZV90b2tlbhgBIAEoCRIRCglwYWdlX3NpemUYAiABKA0iXAoUTGlzdFNlc3Npb25zUmVzcG9uc2USKwoIc2Vzc2lvbnMYASADKAsyGS5rYWtleWEudjEuU2Vzc2lvblN1bW1hcnkSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIuIBCg5TZXNzaW9uU3VtbWFyeRISCgpzZXNzaW9uX2lkGAEgASgJEhQKDGNsaWVudF9sYWJlbBgCIAEoCRIWCg5oaXN0b3J5X2xlbmd0aBgDIAEoBBITCgthZ2Vfc2Vjb25kcxgEIAEoARIUCgxpZGxlX3NlY29uZHMYBSABKAESEAoIcmVzaWRlbnQYBiABKAgSEgoKZ2VuZXJhdGluZxgHIAEoCBIWCg5mYWlsdXJlX3JlYXNvbhgIIAEoCRIlCghzdHJhdGVneRgJIAEoCzITLmtha2V5YS52MS5TdHJhdGVneSJUChJSZWFkSGlzdG9yeVJlcXVlc3QSEgoKc2Vzc2lvbl9pZBgBIAEoCRIWCg5maXJzdF9wb3NpdGlvbhgCIAEoBBISCgptYXhfdG9rZW5zGAMgASgNIm0KE1JlYWRIaXN0b3J5UmVzcG9uc2USFgoOZmlyc3RfcG9zaXRpb24YASABKAQSEQoJdG9rZW5faWRzGAIgAygNEhYKDmhpc3RvcnlfbGVuZ3RoGAMgASgEEhMKC3J1bl9sZW5ndGhzGAQgAygNIhYKFEdldFNlcnZlckluZm9SZXF1ZXN0IpkGChVHZXRTZXJ2ZXJJbmZvUmVzcG9uc2USDwoHdmVyc2lvbhgBIAEoCRIQCghtb2RlbF9pZBgCIAEoCRISCgp2b2NhYl9zaXplGAMgASgNEh4KFnRyYWluZWRfcG9zaXRpb25fY291bnQYBCABKAQSDgoGZGV2aWNlGAUgASgJEg0KBWR0eXBlGAYgASgJEh0KBG1vZGUYByABKA4yDy5rYWtleWEudjEuTW9kZRISCgpzdHJhdGVnaWVzGAggAygJEi0KEGRlZmF1bHRfc3RyYXRlZ3kYCSABKAsyEy5rYWtleWEudjEuU3RyYXRlZ3kSGAoQbWF4X3Rva2Vuc19saW1pdBgKIAEoDRIZChFtYXhfYXBwZW5kX3Rva2VucxgLIAEoDRIZChFtYXhfbWVzc2FnZV9ieXRlcxgMIAEoDRIZChFrdl9jYXBhY2l0eV9ieXRlcxgNIAEoBBIZChFrdl9yZXNlcnZlZF9ieXRlcxgOIAEoBBIWCg5zZWdtZW50X3Rva2VucxgPIAEoDRIgChhzZXNzaW9uX2lkbGVfdHRsX3NlY29uZHMYECABKAESDwoHZHJhZnRlchgRIAEoCRIbChN0aWVyX2NhcGFjaXR5X2J5dGVzGBIgASgEEhsKE3RpZXJfcmVzZXJ2ZWRfYnl0ZXMYEyABKAQSIQoUZGVmYXVsdF9saW1pdF90b2tlbnMYFCABKARIAIgBARIZChFncm93dGhfZ3VhcmFudGVlZBgVIAEoCBIiChpoaXN0b3J5X3Rva2Vuc19wZXJfc2Vzc2lvbhgWIAEoBBIgChhoaXN0b3J5X3Rva2Vuc19wZXJfb3duZXIYFyABKAQSGwoTaGlzdG9yeV90b2tlbl9jb3VudBgYIAEoBBIPCgdiYWNrZW5kGBkgASgJEhAKCG51bWVyaWNzGBogASgJEikKCmR1cmFiaWxpdHkYGyABKA4yFS5rYWtleWEudjEuRHVyYWJpbGl0eRIVCg1lb3NfdG9rZW5faWRzGBwgAygNQhcKFV9kZWZhdWx0X2xpbWl0X3Rva2VucyKGAwoIU3RyYXRlZ3kSJwoEZnVsbBgBIAEoCzIXLmtha2V5YS52MS5GdWxsU3RyYXRlZ3lIABI0CgtzaW5rX3dpbmRvdxgCIAEoCzIdLmtha2V5YS52MS5TaW5rV2luZG93U3RyYXRlZ3lIABI2CgxsYXllcl93aW5kb3cYAyABKAsyHi5rYWtleWEudjEuTGF5ZXJXaW5kb3dTdHJhdGVneUgAEi8KCHJlc3RvcmVkGAQgASgLMhsua2FrZXlhLnYxLlJlc3RvcmVkU3RyYXRlZ3lIABIrCgZnYXRoZXIYBSABKAsyGS5rYWtleWEudjEuR2F0aGVyU3RyYXRlZ3lIABIlCgNtYWMYBiABKAsyFi5rYWtleWEudjEuTWFjU3RyYXRlZ3lIABIrCgZ0aWVyZWQYByABKAsyGS5rYWtleWEudjEuVGllcmVkU3RyYXRlZ3lIABIpCgVuYW1lZBgPIAEoCzIYLmtha2V5YS52MS5OYW1lZFN0cmF0ZWd5SABCBgoEa2luZCKFAQoNTmFtZWRTdHJhdGVneRIMCgRuYW1lGAEgASgJEjYKB29wdGlvbnMYAiADKAsyJS5rYWtleWEudjEuTmFtZWRTdHJhdGVneS5PcHRpb25zRW50cnkaLgoMT3B0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEibgoMRnVsbFN0cmF0ZWd5EhIKBWNvZGVjGAEgASgJSACIAQESGQoMZXhhY3Rfd2luZG93GAIgASgNSAGIAQESFAoMZXhhY3RfbGF5ZXJzGAMgAygNQggKBl9jb2RlY0IPCg1fZXhhY3Rfd2luZG93IrABChJTaW5rV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhIKBWNvZGVjGAMgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAQgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAUgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3cixgEKE0xheWVyV2luZG93U3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKC2Z1bGxfbGF5ZXJzGAMgAygNEhIKBWNvZGVjGAQgASgJSAKIAQESGQoMZXhhY3Rfd2luZG93GAUgASgNSAOIAQESFAoMZXhhY3RfbGF5ZXJzGAYgAygNQgcKBV9zaW5rQgkKB193aW5kb3dCCAoGX2NvZGVjQg8KDV9leGFjdF93aW5kb3ciugMKEFJlc3RvcmVkU3RyYXRlZ3kSEQoEc2luaxgBIAEoDUgAiAEBEhMKBndpbmRvdxgCIAEoDUgBiAEBEhMKBnNvdXJjZRgDIAEoCUgCiAEBEhwKD2J5dGVzX3Blcl90b2tlbhgEIAEoDUgDiAEBEhEKBG1vZGUYBSABKAlIBIgBARIiChVyZXNpZGVudF9sYXRlbnRfYnl0ZXMYBiABKARIBYgBARITCgZidWRnZXQYCiABKA1IBogBARIRCgRyYW5rGAsgASgNSAeIAQESEQoEYml0cxgMIAEoDUgIiAEBEhAKA3J1bhgNIAEoDUgJiAEBEhgKC2F3YWtlX2J5dGVzGA4gASgESAqIAQESFQoIYXBwZW5kZWQYDyABKAlIC4gBAUIHCgVfc2lua0IJCgdfd2luZG93QgkKB19zb3VyY2VCEgoQX2J5dGVzX3Blcl90b2tlbkIHCgVfbW9kZUIYChZfcmVzaWRlbnRfbGF0ZW50X2J5dGVzQgkKB19idWRnZXRCBwoFX3JhbmtCBwoFX2JpdHNCBgoEX3J1bkIOCgxfYXdha2VfYnl0ZXNCCwoJX2FwcGVuZGVkIvwBCg5HYXRoZXJTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARITCgZzY29yZXIYBSABKAlIBIgBARIRCgRyYW5rGAogASgNSAWIAQESEQoEYml0cxgLIAEoDUgGiAEBEhAKA3J1bhgMIAEoDUgHiAEBQgkKB19idWRnZXRCCAoGX2Jsb2NrQgcKBV9zaW5rQgkKB193aW5kb3dCCQoHX3Njb3JlckIHCgVfcmFua0IHCgVfYml0c0IGCgRfcnVuIrwBCg5UaWVyZWRTdHJhdGVneRITCgZidWRnZXQYASABKA1IAIgBARISCgVibG9jaxgCIAEoDUgBiAEBEhEKBHNpbmsYAyABKA1IAogBARITCgZ3aW5kb3cYBCABKA1IA4gBARIcCg9yZXNpZGVudF90b2tlbnMYBSABKA1IBIgBAUIJCgdfYnVkZ2V0QggKBl9ibG9ja0IHCgVfc2lua0IJCgdfd2luZG93QhIKEF9yZXNpZGVudF90b2tlbnMilQEKC01hY1N0cmF0ZWd5EhEKBHJpbmcYASABKA1IAIgBARIRCgRiYW5kGAIgASgNSAGIAQESFgoJdGhyZXNob2xkGAMgASgBSAKIAQESGAoLY2hhaW5fbGltaXQYBCABKBFIA4gBAUIHCgVfcmluZ0IHCgVfYmFuZEIMCgpfdGhyZXNob2xkQg4KDF9jaGFpbl9saW1pdCpECgRNb2RlEhQKEE1PREVfVU5TUEVDSUZJRUQQABIQCgxNT0RFX0JBVENIRUQQARIUChBNT0RFX0ZJWEVEX1NIQVBFEAIqawoKRHVyYWJpbGl0eRIaChZEVVJBQklMSVRZX1VOU1BFQ0lGSUVEEAASEwoPRFVSQUJJTElUWV9OT05FEAESFgoSRFVSQUJJTElUWV9QUk9DRVNTEAISFAoQRFVSQUJJTElUWV9QT1dFUhADMrkGCg5SdW50aW1lU2VydmljZRJSCg1DcmVhdGVTZXNzaW9uEh8ua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXF1ZXN0GiAua2FrZXlhLnYxLkNyZWF0ZVNlc3Npb25SZXNwb25zZRJPCgxBcHBlbmRUb2tlbnMSHi5rYWtleWEudjEuQXBwZW5kVG9rZW5zUmVxdWVzdBofLmtha2V5YS52MS5BcHBlbmRUb2tlbnNSZXNwb25zZRJFCghHZW5lcmF0ZRIaLmtha2V5YS52MS5HZW5lcmF0ZVJlcXVlc3QaGy5rYWtleWEudjEuR2VuZXJhdGVSZXNwb25zZTABEk8KDENsb3NlU2Vzc2lvbhIeLmtha2V5YS52MS5DbG9zZVNlc3Npb25SZXF1ZXN0Gh8ua2FrZXlhLnYxLkNsb3NlU2Vzc2lvblJlc3BvbnNlElUKDkdldFNlc3Npb25JbmZvEiAua2FrZXlhLnYxLkdldFNlc3Npb25JbmZvUmVxdWVzdBohLmtha2V5YS52MS5HZXRTZXNzaW9uSW5mb1Jlc3BvbnNlEkwKC0ZvcmtTZXNzaW9uEh0ua2FrZXlhLnYxLkZvcmtTZXNzaW9uUmVxdWVzdBoeLmtha2V5YS52MS5Gb3JrU2Vzc2lvblJlc3BvbnNlElIKDVJld2luZFNlc3Npb24SHy5rYWtleWEudjEuUmV3aW5kU2Vzc2lvblJlcXVlc3QaIC5rYWtleWEudjEuUmV3aW5kU2Vzc2lvblJlc3BvbnNlElIKDUdldFNlcnZlckluZm8SHy5rYWtleWEudjEuR2V0U2VydmVySW5mb1JlcXVlc3QaIC5rYWtleWEudjEuR2V0U2VydmVySW5mb1Jlc3BvbnNlEk8KDExpc3RTZXNzaW9ucxIeLmtha2V5YS52MS5MaXN0U2Vzc2lvbnNSZXF1ZXN0Gh8ua2FrZXlhLnYxLkxpc3RTZXNzaW9uc1Jlc3BvbnNlEkwKC1JlYWRIaXN0b3J5Eh0ua2FrZXlhLnYxLlJlYWRIaXN0b3J5UmVxdWVzdBoeLmtha2V5YS52MS5SZWFkSGlzdG9yeVJlc3BvbnNlYgZwcm90bzM");
 
 /**
  * @generated from message kakeya.v1.CreateSessionRequest
@@ -916,11 +916,19 @@ export type ForkSessionRequest = Message<"kakeya.v1.ForkSessionRequest"> & {
   clientLabel: string;
 
   /**
-   * The fork's own length limit in tokens; at least the history's length. Absent: that of the session it is made from.
+   * The fork's own length limit in tokens; at least the fork's length. Absent: that of the session it is made from.
    *
    * @generated from field: optional uint64 limit_tokens = 5;
    */
   limitTokens?: bigint | undefined;
+
+  /**
+   * How many tokens of the history the fork begins with, from 0 to its length. Absent: all. An older server does not know
+   * the field: its answer has another history_length.
+   *
+   * @generated from field: optional uint64 at_position = 6;
+   */
+  atPosition?: bigint | undefined;
 };
 
 /**
@@ -942,7 +950,7 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
   sessionId: string;
 
   /**
-   * Tokens in its history, all of them those of the session it was made from.
+   * Tokens in its history, the first ones of the session it was made from.
    *
    * @generated from field: uint64 history_length = 2;
    */
@@ -1012,6 +1020,13 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
    * @generated from field: kakeya.v1.Durability durability = 13;
    */
   durability: Durability;
+
+  /**
+   * Tokens that the next Generate prefills if nothing is appended before. Absent: an older server.
+   *
+   * @generated from field: optional uint64 prefill_token_count = 14;
+   */
+  prefillTokenCount?: bigint | undefined;
 };
 
 /**
@@ -1020,6 +1035,141 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
  */
 export const ForkSessionResponseSchema: GenMessage<ForkSessionResponse> = /*@__PURE__*/
   messageDesc(file_kakeya_v1_runtime, 17);
+
+/**
+ * @generated from message kakeya.v1.RewindSessionRequest
+ */
+export type RewindSessionRequest = Message<"kakeya.v1.RewindSessionRequest"> & {
+  /**
+   * @generated from field: string session_id = 1;
+   */
+  sessionId: string;
+
+  /**
+   * As in CreateSessionRequest.
+   *
+   * @generated from field: bytes request_id = 2;
+   */
+  requestId: Uint8Array;
+
+  /**
+   * If present and different from the history length, nothing is done: ABORTED, HISTORY_LENGTH_MISMATCH.
+   *
+   * @generated from field: optional uint64 expected_history_length = 3;
+   */
+  expectedHistoryLength?: bigint | undefined;
+
+  /**
+   * How many tokens of the history stay, from 0 to its length. Must be present.
+   *
+   * @generated from field: optional uint64 at_position = 4;
+   */
+  atPosition?: bigint | undefined;
+};
+
+/**
+ * Describes the message kakeya.v1.RewindSessionRequest.
+ * Use `create(RewindSessionRequestSchema)` to create a new message.
+ */
+export const RewindSessionRequestSchema: GenMessage<RewindSessionRequest> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 18);
+
+/**
+ * Of the new session; request ids of the old one's Generates and appends are not its own.
+ *
+ * @generated from message kakeya.v1.RewindSessionResponse
+ */
+export type RewindSessionResponse = Message<"kakeya.v1.RewindSessionResponse"> & {
+  /**
+   * Opaque, unguessable.
+   *
+   * @generated from field: string session_id = 1;
+   */
+  sessionId: string;
+
+  /**
+   * Tokens in its history, the first ones of the session whose place it takes.
+   *
+   * @generated from field: uint64 history_length = 2;
+   */
+  historyLength: bigint;
+
+  /**
+   * As in ForkSessionResponse.
+   *
+   * @generated from field: kakeya.v1.Strategy strategy = 3;
+   */
+  strategy?: Strategy | undefined;
+
+  /**
+   * @generated from field: uint64 sustained_bytes = 4;
+   */
+  sustainedBytes: bigint;
+
+  /**
+   * @generated from field: uint64 peak_bytes = 5;
+   */
+  peakBytes: bigint;
+
+  /**
+   * @generated from field: optional uint64 limit_tokens = 6;
+   */
+  limitTokens?: bigint | undefined;
+
+  /**
+   * @generated from field: uint64 tier_bytes = 7;
+   */
+  tierBytes: bigint;
+
+  /**
+   * @generated from field: kakeya.v1.Mode mode = 8;
+   */
+  mode: Mode;
+
+  /**
+   * @generated from field: string model_id = 9;
+   */
+  modelId: string;
+
+  /**
+   * @generated from field: uint64 shared_bytes = 10;
+   */
+  sharedBytes: bigint;
+
+  /**
+   * An earlier call with this request_id had done it.
+   *
+   * @generated from field: bool replayed = 11;
+   */
+  replayed: boolean;
+
+  /**
+   * As in CreateSessionResponse. 0: forks read what the old session had computed, and the next Generate reserves memory.
+   *
+   * @generated from field: uint64 reserved_bytes = 12;
+   */
+  reservedBytes: bigint;
+
+  /**
+   * @generated from field: kakeya.v1.Durability durability = 13;
+   */
+  durability: Durability;
+
+  /**
+   * As in ForkSessionResponse: few where the K/V of the tokens that stay is there, all of them where the strategy has
+   * evicted or compressed some since.
+   *
+   * @generated from field: optional uint64 prefill_token_count = 14;
+   */
+  prefillTokenCount?: bigint | undefined;
+};
+
+/**
+ * Describes the message kakeya.v1.RewindSessionResponse.
+ * Use `create(RewindSessionResponseSchema)` to create a new message.
+ */
+export const RewindSessionResponseSchema: GenMessage<RewindSessionResponse> = /*@__PURE__*/
+  messageDesc(file_kakeya_v1_runtime, 19);
 
 /**
  * @generated from message kakeya.v1.GetSessionInfoRequest
@@ -1036,7 +1186,7 @@ export type GetSessionInfoRequest = Message<"kakeya.v1.GetSessionInfoRequest"> &
  * Use `create(GetSessionInfoRequestSchema)` to create a new message.
  */
 export const GetSessionInfoRequestSchema: GenMessage<GetSessionInfoRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 18);
+  messageDesc(file_kakeya_v1_runtime, 20);
 
 /**
  * @generated from message kakeya.v1.GetSessionInfoResponse
@@ -1193,7 +1343,7 @@ export type GetSessionInfoResponse = Message<"kakeya.v1.GetSessionInfoResponse">
  * Use `create(GetSessionInfoResponseSchema)` to create a new message.
  */
 export const GetSessionInfoResponseSchema: GenMessage<GetSessionInfoResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 19);
+  messageDesc(file_kakeya_v1_runtime, 21);
 
 /**
  * @generated from message kakeya.v1.ListSessionsRequest
@@ -1219,7 +1369,7 @@ export type ListSessionsRequest = Message<"kakeya.v1.ListSessionsRequest"> & {
  * Use `create(ListSessionsRequestSchema)` to create a new message.
  */
 export const ListSessionsRequestSchema: GenMessage<ListSessionsRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 20);
+  messageDesc(file_kakeya_v1_runtime, 22);
 
 /**
  * @generated from message kakeya.v1.ListSessionsResponse
@@ -1243,7 +1393,7 @@ export type ListSessionsResponse = Message<"kakeya.v1.ListSessionsResponse"> & {
  * Use `create(ListSessionsResponseSchema)` to create a new message.
  */
 export const ListSessionsResponseSchema: GenMessage<ListSessionsResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 21);
+  messageDesc(file_kakeya_v1_runtime, 23);
 
 /**
  * @generated from message kakeya.v1.SessionSummary
@@ -1304,7 +1454,7 @@ export type SessionSummary = Message<"kakeya.v1.SessionSummary"> & {
  * Use `create(SessionSummarySchema)` to create a new message.
  */
 export const SessionSummarySchema: GenMessage<SessionSummary> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 22);
+  messageDesc(file_kakeya_v1_runtime, 24);
 
 /**
  * @generated from message kakeya.v1.ReadHistoryRequest
@@ -1335,7 +1485,7 @@ export type ReadHistoryRequest = Message<"kakeya.v1.ReadHistoryRequest"> & {
  * Use `create(ReadHistoryRequestSchema)` to create a new message.
  */
 export const ReadHistoryRequestSchema: GenMessage<ReadHistoryRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 23);
+  messageDesc(file_kakeya_v1_runtime, 25);
 
 /**
  * @generated from message kakeya.v1.ReadHistoryResponse
@@ -1374,7 +1524,7 @@ export type ReadHistoryResponse = Message<"kakeya.v1.ReadHistoryResponse"> & {
  * Use `create(ReadHistoryResponseSchema)` to create a new message.
  */
 export const ReadHistoryResponseSchema: GenMessage<ReadHistoryResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 24);
+  messageDesc(file_kakeya_v1_runtime, 26);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoRequest
@@ -1387,7 +1537,7 @@ export type GetServerInfoRequest = Message<"kakeya.v1.GetServerInfoRequest"> & {
  * Use `create(GetServerInfoRequestSchema)` to create a new message.
  */
 export const GetServerInfoRequestSchema: GenMessage<GetServerInfoRequest> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 25);
+  messageDesc(file_kakeya_v1_runtime, 27);
 
 /**
  * @generated from message kakeya.v1.GetServerInfoResponse
@@ -1573,7 +1723,7 @@ export type GetServerInfoResponse = Message<"kakeya.v1.GetServerInfoResponse"> &
  * Use `create(GetServerInfoResponseSchema)` to create a new message.
  */
 export const GetServerInfoResponseSchema: GenMessage<GetServerInfoResponse> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 26);
+  messageDesc(file_kakeya_v1_runtime, 28);
 
 /**
  * How a session treats its K/V. Fields may be absent, the server fills in its defaults. What the server or its model
@@ -1642,7 +1792,7 @@ export type Strategy = Message<"kakeya.v1.Strategy"> & {
  * Use `create(StrategySchema)` to create a new message.
  */
 export const StrategySchema: GenMessage<Strategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 27);
+  messageDesc(file_kakeya_v1_runtime, 29);
 
 /**
  * Any strategy of the server, by name: those above, and those that have no arm. GetServerInfo lists the names. An unknown
@@ -1670,7 +1820,7 @@ export type NamedStrategy = Message<"kakeya.v1.NamedStrategy"> & {
  * Use `create(NamedStrategySchema)` to create a new message.
  */
 export const NamedStrategySchema: GenMessage<NamedStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 28);
+  messageDesc(file_kakeya_v1_runtime, 30);
 
 /**
  * Every KV entry stays. The session ends at the model's trained positions.
@@ -1706,7 +1856,7 @@ export type FullStrategy = Message<"kakeya.v1.FullStrategy"> & {
  * Use `create(FullStrategySchema)` to create a new message.
  */
 export const FullStrategySchema: GenMessage<FullStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 29);
+  messageDesc(file_kakeya_v1_runtime, 31);
 
 /**
  * The first `sink` entries and at least the last `window` entries stay; the rest are evicted and not read again.
@@ -1749,7 +1899,7 @@ export type SinkWindowStrategy = Message<"kakeya.v1.SinkWindowStrategy"> & {
  * Use `create(SinkWindowStrategySchema)` to create a new message.
  */
 export const SinkWindowStrategySchema: GenMessage<SinkWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 30);
+  messageDesc(file_kakeya_v1_runtime, 32);
 
 /**
  * In the layers of `full_layers` every entry stays, in the others those of SinkWindowStrategy. Layers with a sliding
@@ -1800,7 +1950,7 @@ export type LayerWindowStrategy = Message<"kakeya.v1.LayerWindowStrategy"> & {
  * Use `create(LayerWindowStrategySchema)` to create a new message.
  */
 export const LayerWindowStrategySchema: GenMessage<LayerWindowStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 31);
+  messageDesc(file_kakeya_v1_runtime, 33);
 
 /**
  * The entries of SinkWindowStrategy stay; each Generate has the others restored and reads every position. The session
@@ -1904,7 +2054,7 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
  * Use `create(RestoredStrategySchema)` to create a new message.
  */
 export const RestoredStrategySchema: GenMessage<RestoredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 32);
+  messageDesc(file_kakeya_v1_runtime, 34);
 
 /**
  * Every entry stays. Appended tokens read all of them; generated tokens read the first `sink` positions, the last
@@ -1976,7 +2126,7 @@ export type GatherStrategy = Message<"kakeya.v1.GatherStrategy"> & {
  * Use `create(GatherStrategySchema)` to create a new message.
  */
 export const GatherStrategySchema: GenMessage<GatherStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 33);
+  messageDesc(file_kakeya_v1_runtime, 35);
 
 /**
  * Every entry stays, the last `resident_tokens` and the sink on the device, the others in the server's memory or in a
@@ -2021,7 +2171,7 @@ export type TieredStrategy = Message<"kakeya.v1.TieredStrategy"> & {
  * Use `create(TieredStrategySchema)` to create a new message.
  */
 export const TieredStrategySchema: GenMessage<TieredStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 34);
+  messageDesc(file_kakeya_v1_runtime, 36);
 
 /**
  * Every entry stays. Appended tokens read all of them. A generated token whose query is near that of a recent generated
@@ -2068,7 +2218,7 @@ export type MacStrategy = Message<"kakeya.v1.MacStrategy"> & {
  * Use `create(MacStrategySchema)` to create a new message.
  */
 export const MacStrategySchema: GenMessage<MacStrategy> = /*@__PURE__*/
-  messageDesc(file_kakeya_v1_runtime, 35);
+  messageDesc(file_kakeya_v1_runtime, 37);
 
 /**
  * What equal histories promise.
@@ -2209,6 +2359,18 @@ export const RuntimeService: GenService<{
     methodKind: "unary";
     input: typeof ForkSessionRequestSchema;
     output: typeof ForkSessionResponseSchema;
+  },
+  /**
+   * Closes a session, and opens another with its first tokens in its place: a history itself only grows. Both or neither
+   * is done. The new session has the memory, the limits and the label of the old one, so the call needs no room that
+   * there is not. Waits for a running Generate, as an append does.
+   *
+   * @generated from rpc kakeya.v1.RuntimeService.RewindSession
+   */
+  rewindSession: {
+    methodKind: "unary";
+    input: typeof RewindSessionRequestSchema;
+    output: typeof RewindSessionResponseSchema;
   },
   /**
    * Facts about the server: model, limits, strategies.
