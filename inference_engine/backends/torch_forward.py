@@ -118,6 +118,7 @@ class TorchForward:
         is_fast = mode is not Mode.FIXED_SHAPE and self._reads_at_once
         return Geometry(
             layers=self.seam.layers,
+            reads=self.seam.reads,
             itemsize=self.seam.dtype.itemsize,
             trained_positions=self.seam.trained_positions,
             page_tokens=page_tokens,
@@ -152,7 +153,7 @@ class TorchForward:
             products -= 2 * of_experts * (experts - chosen) // experts
         quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
         products += 2 * sum(layer.out_features * layer.in_features for layer in quantised)
-        return math.ceil(len(self.seam.layers) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
+        return math.ceil(len(self.seam.reads) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
 
     @property
     def indexes_keys(self) -> bool:

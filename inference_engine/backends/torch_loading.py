@@ -108,7 +108,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,
         trained_positions=loaded.trained_positions,
-        layers=len(seam.layers),
+        layers=len(seam.reads),
         hidden_size=loaded.model.config.get_text_config().hidden_size,
         device=loaded.device,
         dtype=loaded.dtype,

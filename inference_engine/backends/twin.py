@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -53,11 +53,14 @@ _WINDOW_FIELDS = ("sliding_window", "attention_chunk_size", "local_attention_win
 _SMALL: dict[str, int] = {
     "vocab_size": 96,
     "intermediate_size": 48,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 8,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "n_routed_experts": 4,
     "n_group": 1,
     "num_group": 1,
@@ -157,6 +160,12 @@ def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
         return trial()
     except ModelError:
         raise
+    except ImportError as error:
+        logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
+        raise ModelError(
+            f"{kind.__name__} is not served: a part of it needs a library that is not installed (log level DEBUG says "
+            "which). A checkpoint of its text model alone may be served"
+        ) from error
     except Exception as error:
         logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
         raise ModelError(
@@ -224,7 +233,7 @@ class Twin:
         taken = kind(taken_config).eval()
         self.tensors: dict[str, Tensor] = own.state_dict()
         taken.load_state_dict(self.tensors)
-        self.seam = Seam(taken, [traits[layer] for layer in layers])
+        self.seam = Seam(taken, _of_layers(traits, layers))
         facts = ModelFacts(
             model_id="twin",
             vocab_size=vocabulary,
@@ -277,6 +286,8 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     small = copy.deepcopy(config)
     text = small.get_text_config()
     count: int = text.num_hidden_layers
+    own = [_attributes_of_layer(text, layer) for layer in layers]
+    text.per_layer_config = None  # what differs by layer can be read as that of all now
     heads: int = text.num_attention_heads
     group = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
     if group > 1 and sizes.group is not None:
@@ -298,14 +309,25 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     for name, value in vars(text).items():
         # Lists with an item for each layer keep the items of the layers that stay.
         if isinstance(value, (list, tuple)) and len(value) == count and count > 1:
-            changes[name] = [value[layer] for layer in layers]
+            changes[name] = [_SMALL.get(name, value[layer]) for layer in layers]
     for name in _SPECIAL_IDS:
         if getattr(text, name, None) is not None:
             changes[name] = 0 if name == "pad_token_id" else 1
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        changes["num_kv_shared_layers"] = sum(layer >= count - shared for layer in layers)
+    in_all = {name: getattr(text, name, None) for attributes in own for name in attributes}
     for name, value in changes.items():
         # Some names are read-only properties of others that are changed here.
         if not (isinstance(found := getattr(type(text), name, None), property) and found.fset is None):
             setattr(text, name, value)
+    if in_all:
+        text.per_layer_config = {
+            place: {
+                name: _in_proportion(value, in_all[name], getattr(text, name, None))
+                for name, value in attributes.items()
+            }
+            for place, attributes in enumerate(own)
+        }
     for part in vars(small).values():
         # Other parts (a vision tower) become as small as possible: no token passes through them.
         if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
@@ -314,12 +336,34 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     return small
 
 
+def _attributes_of_layer(config: PretrainedConfig, layer: int) -> dict[str, Any]:
+    """What the configuration says of this layer, where it does not say the same of all."""
+    own = config.per_layer_config[layer]
+    names = [*(config.per_layer_attributes or ()), *(["skip"] if getattr(own, "skip", None) else [])]
+    return {name: getattr(own, name) for name in names}
+
+
+def _in_proportion(value: Any, in_all: Any, small: Any) -> Any:
+    """A size of a layer of the twin. in_all: the configuration's size of all others, which is `small` in the twin."""
+    sizes = (value, in_all, small)
+    return max(1, value * small // in_all) if all(isinstance(size, int) and size > 0 for size in sizes) else value
+
+
 def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits]) -> list[int]:
-    """The first layer of each kind, and always the first two."""
+    """The first layer of each kind, those whose entries they read, and always the first two."""
     count = len(traits)
     by_layer = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
     sorts = [(trait, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
-    return sorted({*(sorts.index(sort) for sort in dict.fromkeys(sorts)), *range(min(2, count))})
+    first = {*(sorts.index(sort) for sort in dict.fromkeys(sorts)), *range(min(2, count))}
+    return sorted(first | {read for layer in first if (read := traits[layer].reads) is not None})
+
+
+def _of_layers(traits: Sequence[LayerTraits], layers: Sequence[int]) -> list[LayerTraits]:
+    """The traits of a model that has these layers alone."""
+    return [
+        trait if trait.reads is None else replace(trait, reads=layers.index(trait.reads))
+        for trait in (traits[layer] for layer in layers)
+    ]
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -459,6 +503,7 @@ class _PlainPlan:
             if (shift := layout.sink_shift(start))
             for token in range(layout.sink)
         }
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}  # for layers of the model that read another's
         self._moved = {move: _LENGTH + place for place, move in enumerate(sorted(moves))}
         self.tokens: NDArray[np.int64] = np.array([*range(_LENGTH), *(token for token, _ in self._moved)])
         self.positions: NDArray[np.int64] = np.array([*range(_LENGTH), *(sum(move) for move in self._moved)])
@@ -467,14 +512,17 @@ class _PlainPlan:
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         *,
         scaling: float,
         softcap: float | None,
         head_sinks: Tensor | None,
     ) -> Tensor:
         """queries [1, Hq, N, D], keys and values [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        if keys is not None and values is not None:
+            self._written[layer] = keys, values
+        keys, values = self._written[layer]
         group = queries.shape[1] // keys.shape[1]
         own_keys, own_values = (states[0].repeat_interleave(group, dim=0) for states in (keys, values))
         out = torch.empty(_LENGTH, queries.shape[1], queries.shape[-1])

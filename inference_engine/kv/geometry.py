@@ -1,9 +1,17 @@
-"""The shape of a model's KV cache: K and V of each layer (MHA, GQA, MQA), and the units of memory."""
+"""The shape of a model's KV cache: K and V of each layer (MHA, GQA, MQA), and the units of memory.
+
+Layers of the model are not layers of the cache. Queries of several layers may read the entries of one, which are then
+stored once and counted once; a layer without attention keeps no entries. Everything in `kv` numbers stored layers;
+options of strategies, taps of drafters and messages number the model's.
+
+    layer of the model     0  1  2  3  4  5  6  7
+    Geometry.reads         0  1  2  3  2  2  2  3      layers 4 to 7 read what 2 and 3 keep: four stored layers
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inference_engine.errors import ConfigError
@@ -21,15 +29,17 @@ class LayerTraits:
     """The result of testing a layer.
 
     rotary: the table that rotates its keys, UNROTATED or IMMOVABLE. is_windowed: does it have a sliding window?
+    reads: the earlier layer of the model whose entries its queries read; None: its own.
     """
 
     rotary: str
     is_windowed: bool
+    reads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
-    """One attention layer. Nothing assumes that layers are alike.
+    """What an attention layer keeps of a token: K and V. Nothing assumes that layers are alike.
 
     native_window: entries that a query sees by the model's design, its own included; None means all.
     rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
@@ -46,10 +56,36 @@ class LayerGeometry:
         return 2 * self.kv_heads * self.head_dim * itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class ReadsLayer:
+    """Of a layer that keeps nothing: its queries read the entries of this layer of the model, an earlier one."""
+
+    layer: int
+
+
+# What a layer of the model keeps of a token, or whose entries it reads.
+LayerSpec = LayerGeometry | ReadsLayer
+
+
+def stored_layers(specs: Sequence[LayerSpec]) -> tuple[tuple[LayerGeometry, ...], tuple[int, ...]]:
+    """The layers that keep entries, and by layer of the model the index of the one whose entries it reads."""
+    layers: list[LayerGeometry] = []
+    reads: list[int] = []
+    for spec in specs:
+        if isinstance(spec, ReadsLayer):
+            reads.append(reads[spec.layer])
+        else:
+            reads.append(len(layers))
+            layers.append(spec)
+    return tuple(layers), tuple(reads)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
-    """A model's layers and the sizes everything is rounded to.
+    """What a model's layers keep, and the sizes everything is rounded to.
 
+    layers: those that keep entries. reads: by layer of the model, the one whose entries its queries read; None: none.
+    By default each layer reads its own.
     page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
     token_quantum, key_quantum: what tokens and keys of a forward are padded to; 1 means no padding.
     opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
@@ -64,6 +100,7 @@ class Geometry:
     """
 
     layers: tuple[LayerGeometry, ...]
+    reads: tuple[int | None, ...] = ()
     itemsize: int
     trained_positions: int
     page_tokens: int = 16
@@ -83,11 +120,22 @@ class Geometry:
             raise ConfigError(
                 f"segment_tokens ({self.segment_tokens}) must be a multiple of the token quantum ({self.token_quantum})"
             )
+        if not self.reads:
+            object.__setattr__(self, "reads", tuple(range(len(self.layers))))
+        assert {read for read in self.reads if read is not None} == set(range(len(self.layers))), "each is read"
         by_heads: dict[int, list[int]] = {}
         for index, layer in enumerate(self.layers):
             by_heads.setdefault(layer.kv_heads, []).append(index)
         object.__setattr__(self, "by_heads", {heads: tuple(layers) for heads, layers in by_heads.items()})
         object.__setattr__(self, "opening_tokens", math.lcm(self.page_tokens, self.key_quantum))
+
+    def read_by(self, numbers: Collection[int]) -> frozenset[int]:
+        """The stored layers whose entries these layers of the model read."""
+        return frozenset(read for read in (self.reads[number] for number in numbers) if read is not None)
+
+    def kept_by(self, layer: int) -> int:
+        """The number of the model's layer that makes the entries of a stored layer: the first that reads them."""
+        return self.reads.index(layer)
 
     def in_long_segments(self) -> Geometry:
         """The same with segments as long as `segments_at_once` of them."""

@@ -202,15 +202,16 @@ class StepTables:
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         *,
         scaling: float,
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write K and V of `layer` and attend. As `StepPlan.attend`, for steps whose queries all read regions."""
-        self.write(layer, keys, values)
+        """Write K and V of `layer`, if given, and attend. As `StepPlan.attend`, where all queries read regions."""
+        if keys is not None and values is not None:
+            self.write(layer, keys, values)
         return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
 
 

@@ -191,7 +191,7 @@ class StepPlan:
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
     ) -> Tensor:
-        """Write the step's K and V of `layer` and attend. None: they were written to where `tables` says.
+        """Write the step's K and V of the stored `layer` and attend. None: they are where `tables` says already.
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
         """

@@ -274,10 +274,10 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
         moved |= {layer for layers, _ in plan.archived for layer in layers.layers}
-    if hit := sorted(moved & fixed):
+    if hit := [number for number, read in enumerate(geometry.reads) if read in moved & fixed]:
         raise InvalidArgument(
             "strategy",
-            f"{strategy} needs keys at other positions, or before rotation. In {len(hit)} of {len(geometry.layers)} "
+            f"{strategy} needs keys at other positions, or before rotation. In {len(hit)} of {len(geometry.reads)} "
             f"layers (layer {hit[0]} is the first) this model changes its keys after they are rotated, so that this "
             "cannot be computed. Strategies that leave keys where they are can be used: full without a codec, gather "
             "with scorer bounds, restored with source recompute, sink_window with sink 0",

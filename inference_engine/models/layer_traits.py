@@ -4,6 +4,8 @@
     K(p + s) = rotate(K(p), s)      the layer rotates as `Seam.rotate` does: its keys can be moved
     anything else                   keys cannot be moved, and strategies that move keys are refused
 
+A layer that gives attention the very keys that an earlier one gave reads the entries of that layer.
+
 In this test each token attends only to itself. Attention then returns its own value, at any position, so equal tokens
 enter every layer with equal states, and a difference between their keys comes from the position. Some families change
 keys after rotation (a norm with weights), or rotate in some layers only; their configurations do not say so.
@@ -31,12 +33,20 @@ _TOLERANCE = 1e-4
 
 
 class AttentionInputs:
-    """The inputs of attention by layer: queries and keys [H, N, D], and the window."""
+    """The inputs of attention by layer: queries and keys [H, N, D], and the window. reads: as LayerTraits has it."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
+        self.reads: dict[int, int | None] = {}
+        self._given: dict[int, tuple[int, Tensor]] = {}  # by identity, which layer gave it first
+
+    def note(self, layer: int, query: Tensor, key: Tensor, window: int | None) -> None:
+        """query, key: [1, H, N, D], the tensors that attention was called with."""
+        first, _ = self._given.setdefault(id(key), (layer, key))  # which is kept, so that its id stays its own
+        self.queries[layer], self.keys[layer], self.windows[layer] = query[0], key[0], window
+        self.reads[layer] = None if first == layer else first
 
 
 def _attend(
@@ -50,8 +60,8 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """query, key, value [1, H, N, D]; returns each token's own value, ([1, N, Hq, D], None)."""
     layer: Any = module.layer_idx
-    seen: Any = module.__dict__["_kakeya_seen"]
-    seen.queries[layer], seen.keys[layer], seen.windows[layer] = query[0], key[0], sliding_window
+    seen: AttentionInputs = module.__dict__["_kakeya_seen"]
+    seen.note(layer, query, key, sliding_window)
     return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
 
 
@@ -96,6 +106,7 @@ def find_traits(seam: Seam) -> tuple[LayerTraits, ...]:
         LayerTraits(
             rotary=_rotary(seam, layer.rotary, shifts, seen.queries[index], seen.keys[index]),
             is_windowed=seen.windows[index] is not None,
+            reads=seen.reads[index],
         )
         for index, layer in enumerate(seam.layers)
     )

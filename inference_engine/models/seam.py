@@ -12,10 +12,12 @@ small twin (`models/layer_traits.py`).
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
 
@@ -26,7 +28,15 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry, LayerTraits
+from inference_engine.kv.geometry import (
+    IMMOVABLE,
+    UNROTATED,
+    LayerGeometry,
+    LayerSpec,
+    LayerTraits,
+    ReadsLayer,
+    stored_layers,
+)
 
 ATTENTION = "kakeya"
 
@@ -46,13 +56,14 @@ class AttentionPlan(Protocol):
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         *,
         scaling: float,
         softcap: float | None,
         head_sinks: Tensor | None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """layer: a stored one. keys, values: None where an earlier layer of the model has written them."""
 
 
 class _Now(threading.local):
@@ -62,8 +73,18 @@ class _Now(threading.local):
     """
 
     plan: AttentionPlan | None = None
-    layers: tuple[LayerGeometry, ...] = ()
     is_beyond_trained: bool = False  # is any token past the trained positions?
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """An attention layer of the model: its number, and the stored layer that it reads, and writes if it `keeps` it."""
+
+    now: _Now
+    number: int
+    stored: int
+    keeps: bool
+    geometry: LayerGeometry
 
 
 def _attend(
@@ -87,10 +108,9 @@ def _attend(
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
             says = f"{name}={given!r}" if isinstance(given, bool | int | float | str) else name  # arrays say nothing
             raise ModelError(f"{type(module).__name__} passes {says} to attention, which cannot be honoured")
-    layer = cast("int", module.layer_idx)
-    now = cast("_Now", module._kakeya_now)
-    geometry = now.layers[layer]
-    assert now.plan is not None, "a forward runs within Seam.attending"
+    place = cast("_Place", module._kakeya_place)
+    layer, geometry, plan = place.number, place.geometry, place.now.plan
+    assert plan is not None, "a forward runs within Seam.attending"
     heads, kv_heads = query.shape[1], key.shape[1]
     if key.shape[-1] != value.shape[-1]:
         raise ModelError(
@@ -106,11 +126,11 @@ def _attend(
         raise ModelError(
             f"layer {layer} asks for a window of {sliding_window}, its geometry says {geometry.native_window}"
         )
-    out = now.plan.attend(
-        layer,
+    out = plan.attend(
+        place.stored,
         query,
-        key,
-        value,
+        key if place.keeps else None,
+        value if place.keeps else None,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         head_sinks=s_aux,
@@ -176,7 +196,10 @@ class TokenRotary(nn.Module):
 
 
 class Seam:
-    """One model taken over: its layers' geometry and its rotation. Raises ModelError for an unsupported model."""
+    """One model taken over: its layers' geometry and its rotation. Raises ModelError for an unsupported model.
+
+    layers, reads: as Geometry has them.
+    """
 
     def __init__(self, model: PreTrainedModel, traits: Sequence[LayerTraits] | None = None) -> None:
         """traits: of each layer, from `find_traits`; None: take them from the configuration."""
@@ -188,10 +211,17 @@ class Seam:
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
         self._blocks = parents_of(model, attentions)
-        self.layers: tuple[LayerGeometry, ...] = _read_layers(config, attentions, traits)
+        specs = _read_layers(config, attentions, traits)
+        self.layers, self.reads = stored_layers(specs)
         self._now = _Now()
-        for attention in attentions:
-            attention.__dict__["_kakeya_now"] = self._now
+        for number, (attention, spec, stored) in enumerate(zip(attentions, specs, self.reads, strict=True)):
+            attention.__dict__["_kakeya_place"] = _Place(
+                now=self._now,
+                number=number,
+                stored=stored,
+                keeps=not isinstance(spec, ReadsLayer),
+                geometry=self.layers[stored],
+            )
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions, self._now)
         self._rotary_scales: dict[str, float] = {}
@@ -201,7 +231,7 @@ class Seam:
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
         """Within, a forward of the model attends by `plan`. positions: [N], absolute."""
         self._now.is_beyond_trained = bool(positions.max() >= self.trained_positions)
-        self._now.plan, self._now.layers = plan, self.layers
+        self._now.plan = plan
         try:
             yield
         finally:
@@ -236,10 +266,9 @@ class Seam:
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
         turned = cos.shape[-1]
         if self._turns_part_of_heads and turned < keys.shape[-1]:
-            part = self._apply(keys[None, :0, :, :turned], keys[None, ..., :turned], cos, sin)[1][0]
+            part = self._apply(keys[None, ..., :turned], cos, sin)[0]
             return torch.cat((part, keys[..., turned:]), dim=-1)
-        # The model's function rotates queries and keys; only the keys are used.
-        return self._apply(keys[None, :0], keys[None], cos, sin)[1][0]
+        return self._apply(keys[None], cos, sin)[0]
 
     def turns(self, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """The cosines and sines [N, d] that tokens at `positions` [N] are rotated by, in the dtype of `like`."""
@@ -270,7 +299,7 @@ class Seam:
         cos, sin = self._turn(head[0], torch.ones(1, dtype=torch.long), name)
         assert self._apply is not None
         try:
-            return self._apply(head, head, cos, sin)[1].shape != head.shape
+            return self._apply(head, cos, sin).shape != head.shape
         except RuntimeError:  # sizes that do not fit
             return True
 
@@ -365,13 +394,24 @@ def check_config(config: PretrainedConfig) -> None:
                 f"{name!r} says no {attribute} in its configuration; only models whose every layer is attention, with "
                 "sizes under the usual names, can be served"
             )
-    _read(config, "head_dim")
     types = layer_types(config)
     if unknown := set(types) - _LAYER_TYPES:
         raise ModelError(
             f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can"
         )
-    if getattr(config, "use_bidirectional_attention", False):
+    for index, own in enumerate(config.per_layer_config):
+        heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None) or own.num_attention_heads
+        if heads % kv_heads:
+            raise ModelError(f"{name!r}, layer {index}: {heads} query heads are no multiple of {kv_heads} KV heads")
+    try:
+        getattr(config, "kv_sharing_modes", None)
+    except ValueError as error:
+        raise ModelError(
+            f"{name!r}: the last {_read(config, 'num_kv_shared_layers')} layers read the entries of earlier ones, and "
+            "some of them have no earlier layer of their type"
+        ) from error
+    # Where it is that of pictures alone, text is read as by any other model.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
     for name, rope in parameters.items() if _has_table_per_type(config) else [(_DEFAULT_ROTARY, parameters)]:
@@ -404,32 +444,36 @@ def _has_table_per_type(config: PretrainedConfig) -> bool:
 
 def _read_layers(
     config: PretrainedConfig, attentions: list[nn.Module], traits: Sequence[LayerTraits] | None
-) -> tuple[LayerGeometry, ...]:
+) -> list[LayerSpec]:
+    """What each layer of the model keeps, or reads. traits: None if none are known yet; then each keeps its own."""
     check_config(config)
     types = layer_types(config)
+    if traits is not None and len(traits) != len(types):
+        raise ModelError(f"{len(traits)} layers were tried out, the model has {len(types)}")
     per_type = _has_table_per_type(config)
-    heads: int = config.num_attention_heads
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    declared = [types[index] if per_type else _DEFAULT_ROTARY for index in range(len(types))]
-    windows = [_native_window(config, attentions[index], types[index]) for index in range(len(types))]
-    if traits is not None:
-        if len(traits) != len(types):
-            raise ModelError(f"{len(traits)} layers were tried out, the model has {len(types)}")
-        declared = [trait.rotary for trait in traits]
-        windows = [
-            (window or config.sliding_window) if trait.is_windowed else None
-            for window, trait in zip(windows, traits, strict=True)
-        ]
-    return tuple(
-        LayerGeometry(
-            query_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=head_dim,
-            native_window=windows[index],
-            rotary=declared[index],
+    specs: list[LayerSpec] = []
+    for index, (attention, kind) in enumerate(zip(attentions, types, strict=True)):
+        own = config.per_layer_config[index]
+        window = _native_window(own, attention, kind)
+        rotary = kind if per_type else _DEFAULT_ROTARY
+        if traits is not None:
+            trait = traits[index]
+            if trait.reads is not None:
+                specs.append(ReadsLayer(trait.reads))
+                continue
+            window = (window or own.sliding_window) if trait.is_windowed else None
+            rotary = trait.rotary
+        heads: int = own.num_attention_heads
+        specs.append(
+            LayerGeometry(
+                query_heads=heads,
+                kv_heads=getattr(own, "num_key_value_heads", None) or heads,
+                head_dim=getattr(own, "head_dim", None) or own.hidden_size // heads,
+                native_window=window,
+                rotary=rotary,
+            )
         )
-        for index in range(len(types))
-    )
+    return specs
 
 
 def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: str) -> int | None:
@@ -439,12 +483,22 @@ def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: s
     return getattr(config, "sliding_window", None) if sliding else None
 
 
-def _rotation_function(
-    attention: nn.Module,
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """The model's function that rotates queries and keys; None if it has none: then its keys cannot be moved."""
-    function = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
-    return cast("Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None", function)
+def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """What rotates keys [1, H, n, D] by cosines and sines, with the model's function; None if it has none.
+
+    Then its keys cannot be moved. The function rotates queries and keys together, or either alone.
+    """
+    function: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    if function is None:
+        return None
+    if [*inspect.signature(function).parameters][1] == "cos":
+        return cast("Callable[[Tensor, Tensor, Tensor], Tensor]", function)
+
+    def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        found: Tensor = function(keys[:, :0], keys, cos, sin)[1]
+        return found
+
+    return rotate
 
 
 def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> TokenRotary:

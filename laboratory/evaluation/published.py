@@ -208,8 +208,8 @@ class _Sessions:
         self,
         layer: int,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | None,
+        values: Tensor | None,
         *,
         scaling: float,
         softcap: float | None,
@@ -217,6 +217,8 @@ class _Sessions:
     ) -> Tensor:
         if softcap is not None or head_sinks is not None:
             raise ModelError("methods of papers are not here for models with soft-capping or head sinks")
+        if keys is None or values is None:
+            raise ModelError("methods of papers are not here for models whose layers read the entries of others")
         own_queries, own_keys, own_values = (
             states[0].reshape(states.shape[1], self.count, -1, states.shape[3]).transpose(0, 1)
             for states in (queries, keys, values)

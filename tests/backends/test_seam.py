@@ -25,9 +25,13 @@ from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     GlmConfig,
     GlmForCausalLM,
     GotOcr2Config,
@@ -98,6 +102,11 @@ SERVED: list[Any] = [
     further(GPTNeoXForCausalLM, GPTNeoXConfig()),  # queries, keys and values in one projection
     further(StableLmForCausalLM, StableLmConfig()),  # attention gets no keywords of the model's
     further(NemotronForCausalLM, NemotronConfig()),
+    # Heads of a size by layer, inputs for each layer, and in half of the layers the entries of earlier ones.
+    (Gemma4ForCausalLM, Gemma4TextConfig(num_hidden_layers=24, num_kv_shared_layers=12)),
+    # The same attention, in models that also have parts for pictures and sound.
+    further(Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedConfig()),
+    further(Gemma3nForCausalLM, Gemma3nTextConfig()),
 ]
 REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (BloomForCausalLM, BloomConfig(), "rotate"),
@@ -112,7 +121,6 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (DeepseekV3ForCausalLM, DeepseekV3Config(), "one compressed vector"),
     (Qwen3NextForCausalLM, Qwen3NextConfig(), "linear_attention"),
     (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
-    (Gemma4ForCausalLM, Gemma4TextConfig(), "of its own in each layer"),
     (BartForCausalLM, BartConfig(), "encoder"),
     (GPT2LMHeadModel, GPT2Config(), "in 0 of them"),
     (
@@ -305,7 +313,7 @@ def test_moving_keys_equals_rotating_them_at_the_later_positions(
         def at(first: int, name: str | None = name) -> Tensor:
             cos, sin = module(raw, torch.arange(first, first + 5)[None], name)
             assert seam._apply is not None
-            return seam._apply(raw[None], raw[None], cos, sin)[1][0]
+            return seam._apply(raw[None], cos, sin)[0]
 
         torch.testing.assert_close(seam.rotate(at(0), torch.full((5,), 77), layer.rotary), at(77), atol=1e-5, rtol=0)
 

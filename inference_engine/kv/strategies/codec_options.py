@@ -22,7 +22,7 @@ EXACT_SINK = 4
 class CodecStrategy(KVStrategy):
     """codec: the compressor of entries older than `exact_window` positions; None: entries stay as they are.
 
-    exact_layers: layers whose entries are never coded.
+    exact_layers: layers of the model; the entries that they read are never coded.
     """
 
     codec: str | None = None
@@ -46,7 +46,7 @@ class CodecStrategy(KVStrategy):
         require(self.exact_window >= 1, "exact_window", f"must be ≥ 1, got {self.exact_window}")
 
     def check(self, geometry: Geometry) -> None:
-        count = len(geometry.layers)
+        count = len(geometry.reads)
         for layer in self.exact_layers:
             require(
                 0 <= layer < count,
@@ -54,14 +54,15 @@ class CodecStrategy(KVStrategy):
                 f"the model has layers 0 to {count - 1}, got {layer}",
                 layers=count,
             )
-        self.restorer().check(geometry, [index for index in range(count) if index not in self.exact_layers])
+        exact = geometry.read_by(self.exact_layers)
+        self.restorer().check(geometry, [index for index in range(len(geometry.layers)) if index not in exact])
 
     def restorer(self) -> Restorer:
         return NoRestorer() if self.codec is None else Coded(RestoredEntries, make_compressor(self.codec))
 
-    def coded(self, rule: LayerRule, layer: int) -> LayerRule:
+    def coded(self, rule: LayerRule, layer: int, geometry: Geometry) -> LayerRule:
         """`rule` with older entries coded, if there is a codec, the layer is not exact and the window long enough."""
-        if self.codec is None or layer in self.exact_layers:
+        if self.codec is None or layer in geometry.read_by(self.exact_layers):
             return rule
         assert self.exact_window is not None
         if rule.window is not None and rule.window <= self.exact_window:

@@ -21,4 +21,4 @@ class Full(CodecStrategy):
         return cls(), cls(codec="identity", exact_window=8)
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return self.coded(LayerRule(), layer)
+        return self.coded(LayerRule(), layer, geometry)

@@ -56,7 +56,7 @@ class LayerWindow(CodecStrategy):
     def check(self, geometry: Geometry) -> None:
         CodecStrategy.check(self, geometry)
         self._windowed().check(geometry)
-        count = len(geometry.layers)
+        count = len(geometry.reads)
         absent = [layer for layer in self.full_layers if layer >= count]
         require(
             not absent,
@@ -65,8 +65,8 @@ class LayerWindow(CodecStrategy):
             layers=count,
         )
         # Accepting them would promise a reach that they do not have.
-        sliding = [layer for layer in self.full_layers if geometry.layers[layer].native_window is not None]
-        able = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
+        able = _able(geometry)
+        sliding = [layer for layer in self.full_layers if layer not in able]
         require(
             not sliding,
             "full_layers",
@@ -76,15 +76,23 @@ class LayerWindow(CodecStrategy):
         )
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        if layer in self.full_layers or geometry.layers[layer].native_window is not None:
-            return self.coded(LayerRule(), layer)
-        return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
+        if layer in geometry.read_by(self.full_layers) or geometry.layers[layer].native_window is not None:
+            return self.coded(LayerRule(), layer, geometry)
+        return self.coded(LayerRule(sink=self.sink, window=self.window), layer, geometry)
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[LayerWindow, ...]:
-        able = [index for index, layer in enumerate(geometry.layers) if layer.native_window is None]
-        return tuple(cls(sink=2, window=8, full_layers=(layer,)) for layer in able[:1])
+        return tuple(cls(sink=2, window=8, full_layers=(layer,)) for layer in _able(geometry)[:1])
 
     def _windowed(self) -> SinkWindow:
         """The strategy of the windowed layers."""
         return SinkWindow(sink=self.sink, window=self.window)
+
+
+def _able(geometry: Geometry) -> list[int]:
+    """The model's layers whose queries may read every entry."""
+    return [
+        number
+        for number, read in enumerate(geometry.reads)
+        if read is not None and geometry.layers[read].native_window is None
+    ]

@@ -46,7 +46,7 @@ class SinkWindow(CodecStrategy):
         )
 
     def rule(self, layer: int, geometry: Geometry) -> LayerRule:
-        return self.coded(LayerRule(sink=self.sink, window=self.window), layer)
+        return self.coded(LayerRule(sink=self.sink, window=self.window), layer, geometry)
 
     @classmethod
     def trials(cls, geometry: Geometry) -> tuple[SinkWindow, ...]:

@@ -1,0 +1,228 @@
+"""Gemma 4: heads of a size by layer, keys rotated in part, values that are keys, layers that read another's entries."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
+
+from inference_engine.backends.base import Admitted
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.twin import admit_config
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.full import Full
+from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.types import Mode, ModelFacts
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.admissions import admitted_once
+from tests.further import further
+from tests.laws.variants import generate, text
+from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    "sliding_window": 24,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": TRAINED_POSITIONS,
+    "final_logit_softcapping": 30.0,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Dense and large: the values of global layers are their keys, normed apart.
+LARGE: dict[str, Any] = {
+    **SIZES,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+}
+MIXTURE: dict[str, Any] = {
+    **LARGE,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+# E2B's: inputs for each layer, and the last four layers read what layers 2 and 3 keep.
+SMALL_E: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 8,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL] * 2,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+KINDS = {"large": LARGE, "mixture": MIXTURE, "small": SMALL_E}
+each_kind = pytest.mark.parametrize("kind", [further("large"), "mixture", "small"])
+COUNT = 24
+
+
+def own_model(kind: str) -> PreTrainedModel:
+    config = Gemma4TextConfig(**KINDS[kind])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Gemma4ForCausalLM._from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def forward_of(own: PreTrainedModel, admitted: Admitted) -> TorchForward:
+    config = copy.deepcopy(own.config)
+    config._attn_implementation = ATTENTION
+    taken = type(own)(config).eval()
+    taken.load_state_dict(own.state_dict())
+    facts = ModelFacts(
+        model_id="gemma4",
+        vocab_size=VOCABULARY,
+        trained_positions=TRAINED_POSITIONS,
+        device="cpu",
+        dtype="float32",
+        refused_strategies=admitted.refused,
+    )
+    return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, tuple[PreTrainedModel, TorchForward]]:
+    found = {}
+    for kind in KINDS:
+        own = own_model(kind)
+        found[kind] = own, forward_of(own, admitted_once(own.config, type(own)))
+    return found
+
+
+def continued(own: PreTrainedModel, history: list[int], count: int = COUNT) -> list[int]:
+    prompt = torch.tensor([history])
+    out = own.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    found: list[int] = out[0, len(history) :].tolist()
+    return found
+
+
+def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
+    return [token for token, _ in generate(engine, session, count)]
+
+
+HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
+
+
+@each_kind
+@pytest.mark.parametrize("drafts", [False, True])
+def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transformers_does(
+    kind: str, drafts: bool, served: dict[str, tuple[PreTrainedModel, TorchForward]]
+) -> None:
+    own, forward = served[kind]
+    drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
+    with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
+        sessions = [engine.create_session(strategy=Full()).session_id for _ in HISTORIES]
+        for session, history in zip(sessions, HISTORIES, strict=True):
+            engine.append(session, history)
+        with ThreadPoolExecutor(len(sessions)) as pool:
+            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
+        assert got == [continued(own, history) for history in HISTORIES]
+        fork = engine.fork_session(sessions[0]).session_id
+        for session, turn in ((fork, [5, 6, 7]), (sessions[0], [9, 10])):
+            engine.append(session, turn)
+            assert ids_of(engine, session) == continued(own, HISTORIES[0] + got[0] + turn)
+
+
+@each_kind
+def test_every_strategy_serves_it_and_stays_within_its_bound(
+    kind: str, served: dict[str, tuple[PreTrainedModel, TorchForward]]
+) -> None:
+    _, forward = served[kind]
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        assert not forward.facts.refused_strategies
+        for strategy in (
+            "sink_window:sink=2,window=20",
+            "layer_window:sink=2,window=8,full_layers=3",
+            "full:codec=int8,exact_window=20",
+            "gather:block=4,sink=4,window=16,budget=48",
+        ):
+            session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
+            engine.append(session, text(150))
+            assert len(ids_of(engine, session)) == COUNT, strategy
+            info = engine.session_info(session)
+            assert 0 < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+
+
+def test_entries_that_several_layers_read_are_stored_and_counted_once(
+    served: dict[str, tuple[PreTrainedModel, TorchForward]],
+) -> None:
+    _, forward = served["small"]
+    geometry = forward.geometry(mode=Mode.BATCHED, **PAGES)
+    assert geometry.reads == (0, 1, 2, 3, 2, 2, 2, 3)
+    assert [(layer.kv_heads, layer.head_dim, layer.native_window) for layer in geometry.layers] == [
+        (1, 16, 24),
+        (1, 16, 24),
+        (1, 16, 24),
+        (1, 32, None),
+    ]
+    assert geometry.entry_bytes == 2 * (3 * 16 + 32) * geometry.itemsize
+    context = forward.open(geometry, 2**24)
+    limit = 64
+    kv = SessionKV(Full(), context, limit)
+    while kv.length < limit:
+        kv.stage(16)
+        kv.commit(kv.length + 16)
+    assert kv.footprint().total_bytes == kv.bound.sustained_bytes == kv.bound.peak_bytes
+
+
+def test_options_of_strategies_number_the_layers_of_the_model(
+    served: dict[str, tuple[PreTrainedModel, TorchForward]],
+) -> None:
+    geometry = served["small"][1].geometry(mode=Mode.BATCHED, **PAGES)
+    last = parse_strategy("layer_window:sink=2,window=8,full_layers=7")  # which reads what layer 3 keeps
+    last.check(geometry)
+    assert [last.rule(layer, geometry).window for layer in (2, 3)] == [None, None]
+    exact = parse_strategy("full:codec=int8,exact_window=8,exact_layers=7")
+    exact.check(geometry)
+    assert exact.rule(3, geometry).exact is None and exact.rule(2, geometry).exact == 8
+    for strategy, said in (
+        ("layer_window:sink=2,window=8,full_layers=6", "layers that can be kept full: 3, 7"),
+        ("layer_window:sink=2,window=8,full_layers=8", "the model has 8 layers, 0 to 7"),
+        ("full:codec=int8,exact_window=8,exact_layers=8", "layers 0 to 7, got 8"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            parse_strategy(strategy).check(geometry)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"use_bidirectional_attention": "all"}, "bidirectional attention"),
+        ({"layer_types": [SLIDING] * 4 + [FULL] * 4}, "no earlier layer of their type"),
+        ({"layer_types": [SLIDING] * 3 + ["hybrid"] * 4 + [FULL]}, "layers of type hybrid"),
+        ({"num_key_value_heads": 3}, "layer 0: 4 query heads are no multiple of 3 KV heads"),
+    ],
+)
+def test_a_configuration_at_fault_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        admit_config(Gemma4TextConfig(**{**SMALL_E, **changes}))
