@@ -161,19 +161,24 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     config: Any = read_config(checked)
     text = config.get_text_config()
     heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     layers = text.num_hidden_layers
     kinds: list[str] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     windowed = kinds.count("sliding_attention")
-    entry_values = 2 * layers * kv_heads * head_dim
+    reading = getattr(text, "num_kv_shared_layers", 0)
+    kept = [
+        (getattr(own, "num_key_value_heads", None) or heads, getattr(own, "head_dim", None) or own.hidden_size // heads)
+        for own in text.per_layer_config[: layers - reading]
+    ]
+    entry_values = sum(2 * kv_heads * head_dim for kv_heads, head_dim in kept)
+    keep = [f"{kv_heads} for K and V, of {head_dim} values" for kv_heads, head_dim in dict.fromkeys(kept)]
+    depth = f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)
 
     facts = [
         ("model", checked.model_id),
         ("file", str(checked.stored)) if checked.only_gguf else ("folder", str(checked.folder)),
         ("type", text.model_type),
-        ("layers", f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)),
-        ("heads", f"{heads} for queries, {kv_heads} for K and V, of {head_dim} values"),
+        ("layers", f"{depth}, the last {reading} read K and V of earlier ones" if reading else depth),
+        ("heads", f"{heads} for queries, {'; in other layers '.join(keep)}"),
         ("trained positions", f"{text.max_position_embeddings:,}"),
         ("vocabulary", f"{text.vocab_size:,}"),
         ("K/V per token", f"{2 * entry_values:,} bytes in 16 bits, {4 * entry_values:,} in float32"),

@@ -6,6 +6,7 @@ tensors decide, against what is written beside them:
     the head        `lm_head` is the embedding only if the file has no other numbers for it, whatever
                     tie_word_embeddings says. transformers decides so, too, since version 5
     quantisation    what is not stored in the layout that quantization_config names is read as it is stored
+    other parts     what sees or hears is left out where the class does without it: then it need not be whole
     shards          a tensor is in the shard that has it, whatever the index says; one file of weights is read if an
                     index beside it lacks shards
 
@@ -47,14 +48,24 @@ _TIED = "tie_word_embeddings"
 _STEP_BYTES = 2**24
 _FLOATS = ("F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
+# Types of models that do without these parts, by their keys, and how the names of the parts' tensors begin.
+_LEAVES_OUT = ("gemma4", "gemma4_unified")
+_PARTS = {
+    "vision_config": ("model.vision_tower.", "model.embed_vision."),
+    "audio_config": ("model.audio_tower.", "model.embed_audio."),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Configuration:
-    """content: as config.json has it. notes: what in the files was decided against what else in them, for the log."""
+    """content: as config.json has it. notes: what in the files was decided against what else in them, for the log.
+
+    left_out: how the names of tensors begin that are of parts left out.
+    """
 
     content: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
 def configuration_of(stored: Path) -> Configuration:
@@ -68,19 +79,23 @@ def configuration_of(stored: Path) -> Configuration:
     try:
         files = (CONFIG, *weights_read(stored))
     except ModelError:
-        return Configuration(content=read_json(stored / CONFIG))
+        return Configuration(content=_of_text(read_json(stored / CONFIG))[0])
     return _of_folder(stored, tuple((name, *look_of(stored / name).values()) for name in files))
 
 
 @lru_cache(maxsize=8)
 def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Configuration:
     """looks: name and status of each file that is read. Comparing a head with an embedding reads both."""
-    content = read_json(folder / CONFIG)
+    content, left_out = _of_text(read_json(folder / CONFIG))
+    begin = tuple(name for names in left_out.values() for name in names)
     try:
         tensors = SafetensorsCheckpoint(folder)
     except (ModelError, OSError):
         return Configuration(content=content)
     notes = []
+    if left_out:
+        count = sum(name.startswith(begin) for name in tensors.names())
+        notes.append(f"served as a model of text: {in_a_line([*left_out])}, with {count} tensors, are not loaded")
     if _has_own_head(tensors):
         text = content.get("text_config")
         is_tied = any(one.get(_TIED) for one in (content, text) if isinstance(one, dict))
@@ -104,7 +119,15 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
             notes.append(f"{INDEX} is not read: {WEIGHTS} is there, and not all shards of the index are")
     else:
         notes += _misplaced(folder, tensors)
-    return Configuration(content=content, notes=tuple(notes))
+    return Configuration(content=content, notes=tuple(notes), left_out=begin)
+
+
+def _of_text(content: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]]]:
+    """The configuration without the parts left out, and these by their keys."""
+    if content.get("model_type") not in _LEAVES_OUT:
+        return content, {}
+    found = {key: names for key, names in _PARTS.items() if content.get(key) is not None}
+    return {**content, **dict.fromkeys(found)}, found
 
 
 def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Keys]]:

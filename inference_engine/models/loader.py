@@ -412,8 +412,9 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
 
     from inference_engine.models.configuration import configuration_of
 
+    configuration = configuration_of(folder)
     try:
-        with _alone(configuration_of(folder).content, folder, weights_read(folder)) as alone:
+        with _alone(configuration.content, folder, weights_read(folder)) as alone:
             model, info = AutoModelForCausalLM.from_pretrained(
                 alone,
                 dtype=dtype,
@@ -434,7 +435,7 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
             "details)"
         ) from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(map(str, info[kind])):
+        if keys := sorted(key for key in map(str, info[kind]) if not key.startswith(configuration.left_out)):
             raise ModelError(
                 f"{folder}: the weights do not fit config.json: {len(keys)} {kind.replace('_', ' ')}, "
                 f"first {keys[0]}; the files are of different models or versions"

@@ -111,7 +111,9 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and all(hasattr(module, f"{kind}_proj") for kind in _KINDS):
+        if isinstance(layer, int) and all(
+            isinstance(getattr(module, f"{kind}_proj", None), nn.Module) for kind in _KINDS
+        ):
             found[layer] = module
     return found
 

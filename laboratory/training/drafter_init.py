@@ -36,15 +36,15 @@ def config_for(
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    heads = text.num_attention_heads
+    first, heads = text.per_layer_config[0], text.num_attention_heads  # heads are as in the first layer
     if not 0 <= mask_token_id < text.vocab_size:
         raise DrafterError(f"the mask must be one of the model's {text.vocab_size} ids, got {mask_token_id}")
     return DFlashConfig(
         hidden=text.hidden_size,
         layers=layers,
         query_heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        kv_heads=getattr(first, "num_key_value_heads", None) or heads,
+        head_dim=getattr(first, "head_dim", None) or text.hidden_size // heads,
         intermediate=text.intermediate_size,
         tap_layers=spread_layers(taps, text.num_hidden_layers),
         block_size=block_size,
