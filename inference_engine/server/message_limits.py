@@ -16,10 +16,13 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from inference_engine.types import MAX_CONSTRAINT_BYTES
+
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-# Every method but AppendTokens: a Generate with 1,024 biases and 64 stop ids takes half of it.
+# Every method but AppendTokens: a Generate with 1,024 biases and 64 stop ids takes half of it, without its constraint.
 MESSAGE_BYTES = 32 * 1024
+GENERATE_BYTES = MESSAGE_BYTES + MAX_CONSTRAINT_BYTES
 # The largest append: five bytes at most for each id, the session's id, the request's.
 BYTES_PER_TOKEN_ID = 5
 APPEND_ENVELOPE_BYTES = 4 * 1024
@@ -47,13 +50,16 @@ class MessageLimits:
     def __init__(self, *, max_append_tokens: int, max_message_bytes: int) -> None:
         needed = max_append_tokens * BYTES_PER_TOKEN_ID + APPEND_ENVELOPE_BYTES
         # What clients are promised, and what the transport accepts at all.
-        self.promised_bytes = min(max_message_bytes, max(MESSAGE_BYTES, needed))
-        self.largest_bytes = min(max_message_bytes, max(MESSAGE_BYTES, needed * APPEND_SLACK))
+        self.promised_bytes = min(max_message_bytes, max(GENERATE_BYTES, needed))
+        self.largest_bytes = min(max_message_bytes, max(GENERATE_BYTES, needed * APPEND_SLACK))
+        self._generate_bytes = min(max_message_bytes, GENERATE_BYTES)
         self._other_bytes = min(max_message_bytes, MESSAGE_BYTES)
 
     def of(self, method: str) -> int:
         """method: its full path."""
-        return self.largest_bytes if method.endswith("/AppendTokens") else self._other_bytes
+        if method.endswith("/AppendTokens"):
+            return self.largest_bytes
+        return self._generate_bytes if method.endswith("/Generate") else self._other_bytes
 
 
 class OpenReaders:
