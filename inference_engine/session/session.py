@@ -166,6 +166,12 @@ class Session:
         self.live_kinds, self._published = {}, None
         self.cached_tokens = self.kv.length  # the shared prefix, which other sessions hold
 
+    def take_memory(self, other: Session, left: SessionKV) -> None:
+        """`other`, whose K/V this session has, gets `left` for it. Its bytes are this one's, until they are counted."""
+        other.kv = left
+        self.live_bytes, self.tier_live_bytes = other.live_bytes, other.tier_live_bytes
+        self.live_kinds = other.live_kinds
+
     def commit(self, length: int) -> None:
         """Engine's thread: keep staged entries below `length`, and publish what other threads may read.
 

@@ -178,7 +178,7 @@ class SessionStore:
                 raise
             new.pins += 1
             if is_its_own:
-                session.kv = ended
+                new.take_memory(session, ended)
             self._metrics.evicted.labels(reason="close").inc()
             self._remove(session, "closed")
             self._add(new)

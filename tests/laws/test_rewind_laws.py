@@ -19,7 +19,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mode
 from kv_cache_proposer.ngram import NgramDrafter
-from tests.facade import drop_entries, is_anything_held, on_the_engines_thread, save_copies
+from tests.facade import drop_entries, is_anything_held, on_the_engines_thread, save_copies, standing_still
 from tests.kept import keeping
 from tests.laws.test_fork_laws import each_case_with, from_scratch, with_turns
 from tests.laws.variants import (
@@ -177,6 +177,17 @@ def test_a_position_behind_the_end_is_refused_and_nothing_is_changed() -> None:
             with pytest.raises(InvalidArgument, match="from 0 to 116, the history's length, got"):
                 engine.fork_session(session, at_position=at)
         assert [each.session_id for each in engine.list_sessions()] == [session]
+
+
+def test_what_is_held_is_said_also_before_the_rest_is_dropped() -> None:
+    with engine_for(Mode.BATCHED, windowed=False) as engine:
+        session = with_turns(engine, Full())
+        held = engine.session_info(session).kv_live_bytes
+        with standing_still(engine):
+            session = engine.rewind_session(session, 20).session_id
+            assert engine.session_info(session).kv_live_bytes == held > 0
+        on_the_engines_thread(engine)
+        assert 0 < engine.session_info(session).kv_live_bytes < held
 
 
 def test_after_a_rewind_to_the_beginning_nothing_of_the_session_is_left_in_memory() -> None:
