@@ -14,6 +14,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from inference_engine.errors import ConfigError, KakeyaError
+
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction["LateParser"]
 
@@ -35,10 +37,13 @@ class LateParser(argparse.ArgumentParser):
     learn: Callable[[Any], None] | None = None
 
     def complete(self) -> None:
-        """Load its arguments now, if that has not happened yet."""
+        """Load its arguments now, if that has not happened yet. Ends the process where what it runs is not there."""
         learn, self.learn = self.learn, None
         if learn is not None:
-            learn(self)
+            try:
+                learn(self)
+            except KakeyaError as error:
+                self.exit(1, f"{self.prog}: {error}\n")
 
     def print_help(self, file: Any = None) -> None:
         """argparse would discard an error of writing."""
@@ -83,7 +88,7 @@ def add_parsers(top: argparse.ArgumentParser, subparsers: Subparsers) -> None:
 def _learn(name: str) -> Callable[[LateParser], None]:
     def learn(parser: LateParser) -> None:
         if find_spec(LABORATORY) is None:
-            parser.exit(1, f"{parser.prog}: the laboratory, which this command is part of, is not installed\n")
+            raise ConfigError("the laboratory, which this command is part of, is not installed")
         import_module(f"{LABORATORY}.commands.{name}").add_arguments(parser)
 
     return learn

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,14 +17,13 @@ import pytest
 from inference_engine.cli import doctor
 from inference_engine.cli import lazy_commands as late
 from inference_engine.cli.connection import add_connection, in_flags
-from inference_engine.cli.main import main
+from inference_engine.cli.main import main, parser
+from inference_engine.config import child_environment
 from tests.further import further_test
 from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT_TLS = re.compile(r'f?"([^"\n]*(?:\btls=T|\bout tls\b|\bin tls\b)[^"\n]*)"')
-
-COMMANDS = ("serve", "chat", "demo", "doctor", "models", "evaluate", "bench", "train")
 
 
 def status_of(*arguments: str) -> int | str | None:
@@ -30,10 +32,62 @@ def status_of(*arguments: str) -> int | str | None:
     return caught.value.code
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of(command, "--help") == 0
-    assert f"usage: kakeya {command}" in capsys.readouterr().out
+def all_commands(parser: argparse.ArgumentParser) -> Iterator[late.LateParser]:
+    assert isinstance(parser, late.LateParser)
+    parser.complete()
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from all_commands(below)
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = {one.prog: one for one in all_commands(parser())}
+    assert {"kakeya serve", "kakeya models list", "kakeya train drafter", "kakeya bench hostile"} <= set(commands)
+    for prog, command in commands.items():
+        command.print_help()
+        assert f"usage: {prog} " in capsys.readouterr().out
+
+
+def test_what_needs_a_clone_finds_it_as_an_installed_command_and_says_so_elsewhere(tmp_path: Path) -> None:
+    """A command has its own folder among those that are searched, and not the current one."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("inference_engine", "kv_cache_proposer", "laboratory"):
+        (packages / name).symlink_to(ROOT / name)
+    found = [path for path in sys.path if path.endswith("-packages")]
+    paths = os.pathsep.join([str(packages), str(ROOT / "sdks/python/src"), *found])
+    # It is found and not imported: that takes long. Without `site`, which in an installation for development has the
+    # clone among the folders that are searched.
+    program = """
+import sys
+from importlib.util import find_spec
+from inference_engine.cli.main import main
+from laboratory.bench import experiments
+experiments.import_module = lambda name: sys.exit(find_spec(name).origin)
+main(["bench", "hostile", "--help"])
+"""
+
+    def said() -> str:
+        done = subprocess.run(
+            [sys.executable, "-S", "-P", "-c", program],
+            cwd=tmp_path,
+            env=child_environment(PYTHONPATH=paths),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (1, "")
+        return done.stderr
+
+    assert said() == f"{ROOT / 'tests/hostile/bench.py'}\n"
+    (packages / "laboratory").unlink()
+    shutil.copytree(ROOT / "laboratory", packages / "laboratory")
+    elsewhere = said()
+    assert elsewhere.startswith("kakeya bench hostile: this benchmark's attacks are those of the tests: run it in a")
+    assert elsewhere.count("\n") == 1
 
 
 def test_a_long_help_begins_with_what_the_command_does(capsys: pytest.CaptureFixture[str]) -> None:

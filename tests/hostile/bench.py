@@ -122,7 +122,8 @@ def asking(call: Callable[[], Any], failure: type[Exception], *, before: Callabl
 @contextlib.contextmanager
 def child(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        (sys.executable, str(Path(__file__).resolve()), *arguments),
+        (sys.executable, "-m", "tests.hostile.bench", *arguments),
+        cwd=record.ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
