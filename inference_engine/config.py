@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -47,6 +48,15 @@ _OF_KEPT_SESSIONS = (
     "state_bytes",
     "state_bytes_per_owner",
 )
+_MODES = {"off": Mode.BATCHED, "batch-invariant": Mode.FIXED_SHAPE}  # by `determinism`
+# What was called otherwise before, and is read until 0.2.0: setting and value of then, and of now.
+OLD_NAMES = {
+    ("mode", "batched"): ("determinism", "off"),
+    ("mode", "fixed-shape"): ("determinism", "batch-invariant"),
+    ("numerics", "exact"): ("numerics", "auto"),
+    ("numerics", "invariant"): ("determinism", "batch-invariant"),
+}
+_OLD = {name for name, _ in OLD_NAMES}
 # Where nothing is and nothing can be made, by any user: a cache for who has none.
 NO_CACHE = Path(os.devnull, "no-cache")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -84,7 +94,6 @@ def _typed(name: str, bound: float | str) -> str:
 class EngineConfig:
     """Limits and behaviour of the engine."""
 
-    mode: Mode = Mode.BATCHED
     strategy: str = "full"
     kv_bytes: int = 0  # 0: a quarter of the device's free memory when the engine starts
     # "best_effort": memory is granted as histories grow; "guaranteed": all at creation; "auto": the former on a CPU
@@ -236,8 +245,11 @@ class ModelConfig:
     # "auto", as they are stored; on the native backend floating-point numbers can be made "int8", "int4" or "bfloat16"
     # when they are loaded, on CUDA "fp8" or "int4"
     weights: str = "auto"
-    # Of the native backend: activations stay float32 ("exact") or are rounded to "int8", 32 to a scale, where weights
-    # are quantised, which is faster; "auto" is exact
+    # "off": the fastest there is, where neighbours in a batch may change a token's last bits; "batch-invariant": equal
+    # histories have equal bits, whatever else is in a batch
+    determinism: str = "off"
+    # Of the native backend: "int8" rounds activations, 32 to a scale, where weights are quantised, which is faster;
+    # "auto" leaves them in float32
     numerics: str = "auto"
     # K and V of the native backend: "float32", "float16", or "bfloat16" for models whose keys or values exceed 65,504;
     # "auto" is float16. On torch they have the dtype of its activations
@@ -270,8 +282,10 @@ class ModelConfig:
             raise ConfigError(f"backend must be auto, native or torch, got {self.backend!r}")
         if self.weights not in ("auto", "float32", "bfloat16", "fp8", "int8", "int4"):
             raise ConfigError(f"weights must be auto, float32, bfloat16, fp8, int8 or int4, got {self.weights!r}")
-        if self.numerics not in ("auto", "exact", "int8", "invariant"):
-            raise ConfigError(f"numerics must be auto, exact, int8 or invariant, got {self.numerics!r}")
+        if self.determinism not in _MODES:
+            raise ConfigError(f"determinism must be {' or '.join(_MODES)}, got {self.determinism!r}")
+        if self.numerics not in ("auto", "int8"):
+            raise ConfigError(f"numerics must be auto or int8, got {self.numerics!r}")
         if self.kv_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(f"kv_dtype must be auto, float32, float16 or bfloat16, got {self.kv_dtype!r}")
         if self.kernels not in ("auto", "plain", "triton", *(("metal",) if self.device == "mlx" else ())):
@@ -284,6 +298,11 @@ class ModelConfig:
         if self.dtype not in ("float32", "bfloat16", *(("float16",) if self.device == "mlx" else ())):
             more = "" if self.device == "mlx" else ", or float16 with device=mlx"
             raise ConfigError(f"dtype must be float32 or bfloat16{more}, got {self.dtype!r}")
+
+    @property
+    def mode(self) -> Mode:
+        """What equal histories promise."""
+        return _MODES[self.determinism]
 
     @property
     def torch_device(self) -> str:
@@ -516,15 +535,18 @@ def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str 
 
     Raises ConfigError for a value that does not parse, an unknown key in the file, or a file that cannot be read.
     """
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
     path = file or os.environ.get(_FILE_VARIABLE)
-    from_file = _read_file(Path(path)) if path else {}
+    variables = {name: os.environ.get(f"{_VARIABLE}{name.upper()}") for name in {*_names(), *_OLD}}
+    sources: list[Mapping[str, Any]] = [flags or {}, variables, _read_file(Path(path)) if path else {}]
+    if kind is ModelConfig:
+        sources = [_as_called_now(each) for each in sources]
+    given, in_variables, from_file = sources
     hints = get_type_hints(kind)
     values: dict[str, Any] = {}
     for spec in fields(kind):
         for source, value in (
             (f"flag --{spec.name.replace('_', '-')}", given.get(spec.name)),
-            (f"environment {_VARIABLE}{spec.name.upper()}", os.environ.get(f"{_VARIABLE}{spec.name.upper()}")),
+            (f"environment {_VARIABLE}{spec.name.upper()}", in_variables.get(spec.name)),
             (f"{path}: {spec.name}", from_file.get(spec.name)),
         ):
             if value is not None:
@@ -534,6 +556,25 @@ def resolve(kind: type[T], flags: Mapping[str, Any] | None = None, *, file: str 
             assert spec.default is not MISSING
             values[spec.name] = spec.default
     return kind(**values)
+
+
+def _as_called_now(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, with today's names and values for those of OLD_NAMES."""
+    now = {name: value for name, value in given.items() if value is not None}
+    for (name, value), (new, meant) in OLD_NAMES.items():
+        if now.get(name) == value:
+            del now[name]
+            if now.setdefault(new, meant) != meant:
+                raise ConfigError(f"{name}={value} is {new}={meant} now, and {new} is {now[new]}; leave out {name}")
+            _say_once(f"{name}={value}", f"{new}={meant}")
+    if "mode" in now:
+        raise ConfigError(f"mode={now['mode']}: the setting is determinism now, {' or '.join(_MODES)}")
+    return now
+
+
+@cache
+def _say_once(before: str, now: str) -> None:
+    logger.warning("%s is called %s now, and read until 0.2.0 only", before, now)
 
 
 def _names() -> set[str]:
@@ -549,7 +590,8 @@ def misspelled_variables() -> tuple[str, ...]:
     """Variables of the environment that are no setting and read like one, each with the setting's own."""
     known = {name.upper() for name in _names()} | {_FILE_VARIABLE.removeprefix(_VARIABLE)}
     given = sorted(name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE))
-    meant = {name: _meant(name, known, prefix=_VARIABLE) for name in given if name not in known}
+    others = [name for name in given if name not in known and name.lower() not in _OLD]
+    meant = {name: _meant(name, known, prefix=_VARIABLE) for name in others}
     return tuple(f"{_VARIABLE}{name}{others}" for name, others in meant.items() if others)
 
 
@@ -562,7 +604,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if tables := sorted(name for name, value in content.items() if isinstance(value, dict)):
         named = ", ".join(f"[{name}]" for name in tables)
         raise ConfigError(f"{path}: it has tables ({named}); the file is flat, a line `name = value` for each setting")
-    if unknown := sorted(set(content) - known):
+    if unknown := sorted(set(content) - known - _OLD):
         named = ", ".join(f"{name}{_meant(name, known)}" for name in unknown)
         raise ConfigError(f"{path}: unknown settings {named}; the settings are {', '.join(sorted(known))}")
     return content
@@ -570,13 +612,6 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def _parse(source: str, value: Any, kind: Any) -> Any:
     try:
-        if kind is Mode:
-            modes = {mode.value: mode for mode in Mode}
-            if isinstance(value, Mode):
-                return value
-            if not isinstance(value, str) or value not in modes:
-                raise ValueError(f"must be {' or '.join(modes)}, got {value!r}")
-            return modes[value]
         if kind is int and isinstance(value, str):
             if _BELOW_ZERO.fullmatch(value.strip()):
                 return int(value)  # each setting says what is the least

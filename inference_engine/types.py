@@ -289,6 +289,8 @@ class ModelFacts:
     # What runs the model, and its numeric identity: within one, equal histories have equal logits.
     backend: str = "torch"
     numerics: str = "torch"
+    # What equal histories promise here.
+    mode: Mode = Mode.BATCHED
     # Formats of the matrices that products read, that of most bytes first; empty: all are of `dtype`.
     weights: tuple[str, ...] = ()
     # Sizes of the text model; 0 for one without weights.

@@ -121,6 +121,7 @@ class ScriptedForward:
         *,
         trained_positions: int = 8192,
         dtype: torch.dtype = torch.float64,
+        mode: Mode = Mode.BATCHED,
     ) -> None:
         """dtype: of K and V. In float32, for strategies that know no other, rounding may decide about a token."""
         self.model = model or ScriptedModel()
@@ -128,6 +129,7 @@ class ScriptedForward:
         self.steps = 0  # forwards so far
         self._trained_positions = trained_positions
         self._dtype = dtype
+        self._mode = mode
 
     @property
     def facts(self) -> ModelFacts:
@@ -137,6 +139,7 @@ class ScriptedForward:
             trained_positions=self._trained_positions,
             device="cpu",
             dtype=str(self._dtype).removeprefix("torch."),
+            mode=self._mode,
         )
 
     @property
@@ -147,8 +150,8 @@ class ScriptedForward:
     def compute_dtype(self) -> torch.dtype:
         return self._dtype
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        token_quantum, key_quantum = FIXED_SHAPE_QUANTA if mode is Mode.FIXED_SHAPE else (1, 1)
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
+        token_quantum, key_quantum = FIXED_SHAPE_QUANTA if self._mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=HEAD_DIM),) * self.model.layers,
             itemsize=self._dtype.itemsize,

@@ -119,7 +119,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 def compare(model: ModelConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     """Calibrate, make every variant, measure them. Returns the record's payload."""
     with open_target(model, EngineConfig()) as target:
-        geometry = target.forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
+        geometry = target.forward.geometry(page_tokens=16, segment_tokens=256)
         described = target.describe()
         sequence = min(SEQUENCE, geometry.trained_positions)
         own = gather(target, tokens=arguments.tokens, length=sequence, files=(), seed=arguments.seed)

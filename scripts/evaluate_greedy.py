@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import pydoc_data.topics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inference_engine.config import ModelConfig, configure_threads_environment, forbid_model_hub
 
@@ -26,7 +26,7 @@ from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, resolve
 from inference_engine.engine import Engine
 from inference_engine.models import load_model, tokenizer_folder
-from inference_engine.types import GenerateParams, Mode, TokenCommitted
+from inference_engine.types import GenerateParams, TokenCommitted
 from laboratory.evaluation import record
 
 NEAR_TIE = 1e-3
@@ -92,9 +92,12 @@ def main() -> None:
     theirs = load_model(config.model, cache=config.cache_path, device=config.torch_device, attention="sdpa")
     found: dict[str, list[Comparison]] = {}
     forward = open_backend(config)
-    for mode in (Mode.BATCHED,) if config.device == "mlx" else Mode:  # MLX refuses the other
-        with Engine(forward, EngineConfig(mode=mode, kv_bytes=2**29)) as engine:
-            found[mode.value] = [
+    forwards = [forward]
+    if config.device != "mlx":  # which refuses the other
+        forwards.append(open_backend(replace(config, determinism="batch-invariant")))
+    for each in forwards:
+        with Engine(each, EngineConfig(kv_bytes=2**29)) as engine:
+            found[each.facts.mode.value] = [
                 compare(engine, theirs.model, prompt, arguments.tokens)
                 for prompt in prompts(tokenizer, arguments.prompts)
             ]

@@ -8,10 +8,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from inference_engine.backends.base import Borrower, Forward, Result, Step, T
@@ -240,6 +243,20 @@ def no_memory_for_histories() -> Iterator[None]:
         yield
 
 
+def in_mode(forward: Forward, mode: Mode) -> Forward:
+    """The same model, as if it had been loaded with the other `determinism`. MLX refuses it."""
+    if mode is forward.facts.mode:
+        return forward
+    if forward.facts.backend == "mlx":
+        pytest.skip("it is about fixed shapes, which MLX refuses")
+    others: dict[Mode, Forward] = vars(forward).setdefault("in_mode", {})
+    if mode not in others:
+        others[mode] = copy(forward)
+        vars(others[mode]).pop("_quanta", None)
+        vars(others[mode])["_facts"] = replace(forward.facts, mode=mode)
+    return others[mode]
+
+
 class WatchedForward:
     """Any forward, that reports each step before it runs it. What `on_step` raises, the step fails with."""
 
@@ -263,8 +280,8 @@ class WatchedForward:
     def compute_dtype(self) -> torch.dtype:
         return self._forward.compute_dtype
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        return self._forward.geometry(mode=mode, page_tokens=page_tokens, segment_tokens=segment_tokens)
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
+        return self._forward.geometry(page_tokens=page_tokens, segment_tokens=segment_tokens)
 
     def free_bytes(self) -> int:
         return self._forward.free_bytes()

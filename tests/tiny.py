@@ -26,7 +26,7 @@ from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec
 from laboratory.training.components import fit_components
 from laboratory.training.latent import calibrate
-from tests.facade import WatchedForward
+from tests.facade import WatchedForward, in_mode
 
 VOCABULARY = 128
 TRAINED_POSITIONS = 512
@@ -121,7 +121,7 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
     return calibrate(
         tiny_model(seed=seed, windowed=windowed),
         torch.split(tokens, 4),
-        layers=latent_layers(tiny_forward(seed=seed, windowed=windowed).geometry(mode=Mode.BATCHED, **PAGES)),
+        layers=latent_layers(tiny_forward(seed=seed, windowed=windowed).geometry(**PAGES)),
         bytes_per_token=LATENT_BYTES,
         group_layers=2,
     )
@@ -140,14 +140,15 @@ def tiny_engine(
     windowed: bool = True,
     make: Callable[..., Forward] | None = None,
     on_step: Callable[[Step], object] | None = None,
+    mode: Mode = Mode.BATCHED,
     **settings: Any,
 ) -> Engine:
     """An engine on TinyModel, a latent codec and components of its keys loaded.
 
     `settings` change EngineConfig; those of EXTRAS go to the engine. make: of TinyModel on an executor (default: on
-    torch). on_step: receives each step before it runs, and fails it by raising.
+    torch). mode: what equal histories promise. on_step: receives each step before it runs, and fails it by raising.
     """
-    forward: Forward = (make or tiny_forward)(seed=seed, windowed=windowed)
+    forward = in_mode((make or tiny_forward)(seed=seed, windowed=windowed), mode)
     if on_step is not None:
         forward = WatchedForward(forward, on_step)
     extras: dict[str, Any] = {

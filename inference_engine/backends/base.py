@@ -21,7 +21,7 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.plan import StepPlan
 from inference_engine.native.cores import usable_cores
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.types import ModelFacts
 
 if TYPE_CHECKING:
     from inference_engine.backends.native.program import Program
@@ -136,8 +136,8 @@ class Forward(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype: ...
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        """The model's layers, with the padding that `mode` needs on this device. Raises BackendError if none works."""
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
+        """The model's layers, with the padding that `facts.mode` needs here. Raises BackendError if none works."""
 
     def free_bytes(self) -> int:
         """Memory of the device that K/V could use now."""

@@ -50,8 +50,8 @@ def probe_attention(layers: Sequence[LayerGeometry], device: torch.device, dtype
 
 def _unavailable(dtype: torch.dtype, device: torch.device) -> BackendError:
     return BackendError(
-        f"fixed-shape mode is not available here: with {dtype} on {device} no token quantum of {_TOKEN_QUANTA} "
-        f"and key quantum of {_KEY_QUANTA} gives equal bits; use batched mode"
+        f"determinism=batch-invariant is not available here: with {dtype} on {device} no token quantum of "
+        f"{_TOKEN_QUANTA} and key quantum of {_KEY_QUANTA} gives equal bits; start with determinism=off"
     )
 
 

@@ -111,11 +111,12 @@ class TorchForward:
     @cached_property
     def _quanta(self) -> tuple[int, int]:
         """Found once for all engines: they run the same weights."""
-        return probe_quanta(self.seam)
+        needs_none = self._facts.mode is Mode.BATCHED or self._ops.attends_in_one_order
+        return (1, 1) if needs_none else probe_quanta(self.seam)
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        token_quantum, key_quantum = self._quanta if mode is Mode.FIXED_SHAPE else (1, 1)
-        is_fast = mode is not Mode.FIXED_SHAPE and self._reads_at_once
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
+        token_quantum, key_quantum = self._quanta
+        is_fast = token_quantum == 1 and self._reads_at_once
         return Geometry(
             layers=self.seam.layers,
             reads=self.seam.reads,

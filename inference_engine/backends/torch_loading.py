@@ -27,12 +27,11 @@ from inference_engine.models.norms import fuse_norms
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.quantised_linear import formats_of, quantise_linears
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import ModelFacts
+from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)
 
 MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
-INVARIANT = "invariant"  # a numeric identity: no token's bits depend on what else is in its step
 
 
 def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
@@ -47,7 +46,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
         raise BackendError("weights=fp8 is for CUDA; on a CPU start with weights=int8, int4 or auto")
     for name, asked, known in (
         ("weights", config.weights, MADE if is_cuda else ()),
-        ("numerics", config.numerics, (INVARIANT,)),
+        ("numerics", config.numerics, ()),
     ):
         if asked not in ("auto", *known):
             way_out = "backend=auto" if config.backend == "torch" else "with backend=native to see the reason"
@@ -67,7 +66,7 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
 def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps) -> TorchForward:
     """Make a model in memory ready to run with the operations of its device; it is taken over. Raises BackendError.
 
-    config: of it, `linear`, `kernels`, `graphs`, `numerics` and `weights` are followed; "fp8" and "int4" are made
+    config: of it, `linear`, `kernels`, `graphs`, `determinism` and `weights` are followed; "fp8" and "int4" are made
     on any device.
     """
     # cuDNN's attention builds a plan for every number of keys, and decoding has a new number at every token.
@@ -86,10 +85,8 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     if seam.has_head_sinks:
         ops = replace(ops, attends_together=False)
     records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
-    is_invariant = config.numerics == INVARIANT
-    if is_invariant:
-        ops = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
-    elif config.kernels != "plain":
+    is_invariant = config.mode is Mode.FIXED_SHAPE
+    if not is_invariant and config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
         long = open_long_chunks(device, seam.dtype, heads, ops.merge_two)
         if long is not None:
@@ -99,11 +96,11 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
                 attend_piece=long.attend_piece,
                 attend_causal_state=long.attend_causal_state,
             )
-    listed, why_not = _listed(admitted, seam, ops, device, is_invariant=is_invariant)
-    if is_invariant and listed is None:
-        raise BackendError(
-            f"numerics={INVARIANT} needs all steps to be a list of operations: {why_not}; start with numerics=auto"
-        )
+    # No token's bits depend on what else is in its step; where there is no list, steps are padded for it.
+    invariant = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
+    listed = _listed(admitted, seam, invariant if is_invariant else ops, device, is_invariant=is_invariant)
+    if is_invariant and listed is not None:
+        ops = invariant
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,
@@ -112,7 +109,8 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         hidden_size=loaded.model.config.get_text_config().hidden_size,
         device=loaded.device,
         dtype=loaded.dtype,
-        numerics=_numerics(loaded, "torch" if listed is None else INVARIANT if is_invariant else "listed"),
+        numerics=_numerics(loaded, "torch" if listed is None else "invariant" if is_invariant else "listed"),
+        mode=config.mode,
         refused_strategies=admitted.refused,
     )
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
@@ -137,10 +135,10 @@ def _numerics(loaded: LoadedModel, products: str) -> str:
 
 def _listed(
     admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool
-) -> tuple[OpListExecutor | None, str]:
-    """What runs the steps; or None where torch's modules do, and why. The log says it, too."""
+) -> OpListExecutor | None:
+    """What runs the steps; or None where torch's modules do, and the log says why."""
     if not ops.attends_together:
-        return None, f"on {device}, sessions are attended to one by one"
+        return None
     try:
         check_family(seam.model.config.get_text_config())
         kind, full = type(seam.model), seam.model.config
@@ -150,14 +148,14 @@ def _listed(
         listed.check()
     except NoStepListError as reason:
         logger.info("torch's modules run all steps: %s", reason)
-        return None, str(reason)
+        return None
     except Exception as error:  # what a compiler of kernels raises for a device that they do not fit
         logger.warning("torch's modules run all steps: the kernels do not run on %s (%s)", device, error, exc_info=True)
-        return None, f"the kernels do not run on {device} ({error})"
+        return None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the matrices as they were before they were joined
-    return listed, ""
+    return listed
 
 
 def try_listed(

@@ -42,7 +42,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.models.layer_traits import TRIAL, find_traits
 from inference_engine.models.seam import ATTENTION, Seam, check_config
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class Twin:
             dtype="float32",
         )
         self.forward: Forward = TorchForward(self.seam, facts, torch.device("cpu"))
-        self.geometry = self.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=_SEGMENT)
+        self.geometry = self.forward.geometry(page_tokens=4, segment_tokens=_SEGMENT)
 
     def open(self) -> KVContext:
         return self.forward.open(self.geometry, _POOL_BYTES)

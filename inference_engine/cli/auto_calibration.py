@@ -139,9 +139,7 @@ def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
     from inference_engine.kv.strategies import parse_strategy
     from inference_engine.kv.strategy import COMPONENTS, LATENT_AND_COMPONENTS
 
-    geometry = parts.forward.geometry(
-        mode=engine.mode, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens
-    )
+    geometry = parts.forward.geometry(page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
     strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=parts.forward.indexes_keys)
     needed = {"components"} if strategy.calibrated in (COMPONENTS, LATENT_AND_COMPONENTS) else set()
     if strategy.restorer().is_calibrated:

@@ -65,10 +65,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until stopped. Raises ConfigError, ModelError or BackendError."""
-    model, engine_config = settings(args, ModelConfig), settings(args, EngineConfig)
     server = settings(args, ServerConfig)
     with logs.written(server.log_format):
-        return _serve(args, model, engine_config, server)
+        return _serve(args, settings(args, ModelConfig), settings(args, EngineConfig), server)
 
 
 def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineConfig, server: ServerConfig) -> int:

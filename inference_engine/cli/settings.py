@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Config)
 TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine", ServerConfig: "server"}
 
 # The engine settings of commands that start a server for one conversation.
-CONVERSATION = ("strategy", "mode", "kv_bytes")
+CONVERSATION = ("strategy", "kv_bytes")
 
 HELP = {
     "model": (
@@ -35,13 +35,11 @@ HELP = {
         "TYPE",
         "auto (as stored), or floats made, on a CPU, int8, int4, bfloat16 or float32; on CUDA, fp8 or int4",
     ),
-    "numerics": (
-        "NAME",
-        (
-            "native: exact (float32 activations) or int8 (8 bits); GPU: invariant (no bit of a session depends on "
-            "others); or auto: exact, or the fastest"
-        ),
+    "determinism": (
+        "LEVEL",
+        "off: the fastest; batch-invariant: equal histories give equal bits, whatever else is in a batch",
     ),
+    "numerics": ("NAME", "native: int8 rounds activations to 8 bits, which is faster; auto: they are float32"),
     "kv_dtype": (
         "TYPE",
         "of K and V on the native backend: float32, float16, bfloat16 (larger range), or auto: float16",
@@ -62,7 +60,6 @@ HELP = {
         "latent codec from `kakeya train latent`; auto: the one in the cache, if there is one; none: no codec",
     ),
     "drafter": ("NAME|FOLDER", "drafter: ngram, trained, the output of `kakeya train drafter`, auto or none"),
-    "mode": ("MODE", "batched, or fixed-shape: equal histories give bit-identical results, at a cost per token"),
     "strategy": (
         "SPEC",
         "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",
@@ -181,6 +178,8 @@ def add_settings(parser: argparse.ArgumentParser, kind: type[Config], *, only: S
             metavar, text = HELP.get(field.name, ("VALUE", ""))
             default = "" if field.default == "" else f" (default: {_text(field.default)})"
             group.add_argument(_flag(field.name), metavar=metavar, help=f"{text}{default}".strip().replace("%", "%%"))
+    if kind is ModelConfig:
+        group.add_argument("--mode", help=argparse.SUPPRESS)  # what `determinism` was called: config.OLD_NAMES
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
@@ -189,8 +188,7 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace, kind: type[T]) -> T:
     """The settings of `kind` from flags, environment, file and defaults. Raises ConfigError."""
-    flags = {field.name: getattr(args, field.name, None) for field in fields(kind)}
-    return resolve(kind, flags, file=args.config)
+    return resolve(kind, vars(args), file=args.config)
 
 
 def refuse_without_effect(args: argparse.Namespace, *, used: Sequence[str]) -> None:
@@ -198,8 +196,8 @@ def refuse_without_effect(args: argparse.Namespace, *, used: Sequence[str]) -> N
 
     used: settings of the command itself. Files and variables may have others, which are for other commands.
     """
-    names = [field.name for kind in (ModelConfig, EngineConfig) for field in fields(kind) if field.name not in used]
-    given = [_flag(name) for name in names if getattr(args, name, None) is not None]
+    names = ["mode", *(field.name for kind in (ModelConfig, EngineConfig) for field in fields(kind))]
+    given = [_flag(name) for name in names if name not in used and getattr(args, name, None) is not None]
     if args.target and given:
         raise ConfigError(
             f"{', '.join(given)}: without effect with --target, whose server has its own settings; leave out either"

@@ -109,9 +109,7 @@ class Engine:
         self._clock = clock
         self._wall_clock = wall_clock
         self._journal = journal or MemoryJournal()
-        geometry = forward.geometry(
-            mode=self.config.mode, page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens
-        )
+        geometry = forward.geometry(page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens)
         # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
         indexes_keys = forward.indexes_keys
         check_registry()
@@ -145,7 +143,7 @@ class Engine:
             clock,
             limits=SessionLimits.of(self.config),
             idle_ttl_seconds=self.config.session_idle_ttl_seconds,
-            mode=self.config.mode,
+            mode=forward.facts.mode,
             codec=codec_digest,
             components=components_digest(components or {}),
             wall_clock=wall_clock,
@@ -544,7 +542,7 @@ class Engine:
         tier, default = self._context.tier, self._arguments.default_strategy
         return EngineInfo(
             facts=self._forward.facts,
-            mode=self.config.mode,
+            mode=self._forward.facts.mode,
             strategies=self._arguments.strategies,
             default_strategy=default,
             limit_tokens=default.length_limit(self._context.geometry),

@@ -165,7 +165,7 @@ def open_copies(
         "model": [facts.dtype, facts.backend, facts.numerics, forward.device.type],
         "kv": sorted({str(buffer.keys.dtype) for buffer in context.pool.buffers.values()}),
         "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
-        "mode": config.mode.value,
+        "mode": "batched" if geometry.key_quantum == 1 else "fixed-shape",
         "page_tokens": geometry.page_tokens,
         "segment_tokens": geometry.segment_tokens,
         **({"segments_at_once": geometry.segments_at_once} if geometry.segments_at_once > 1 else {}),

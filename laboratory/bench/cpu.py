@@ -376,7 +376,7 @@ def contenders_of(args: argparse.Namespace, folder: Path, work_folder: Path) -> 
     others = [*(f"llama.cpp {kind}" for kind in made), "transformers", *["OpenVINO"][: args.openvino != "none"]]
     found = [
         ours(INT8, "native", "int8", has_divergence=True, beside=(FILE, *others)),
-        ours(EXACT, "native", "exact", has_divergence=True),
+        ours(EXACT, "native", "auto", has_divergence=True),
         ours(TORCH, "torch", "auto", is_slow=True, has_divergence=True),
         *(
             ours(f"{INT8}, {each}", "native", "int8", each, lengths=far, is_together=False, first_ids=())

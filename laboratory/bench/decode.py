@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from inference_engine.backends.base import Forward
 from inference_engine.compose import open_backend
-from inference_engine.config import EngineConfig
+from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
@@ -29,7 +29,7 @@ from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models import load_model
-from inference_engine.types import GenerateParams, Mode, Sampling, TokenCommitted
+from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import add_model, device_name, model_config, named
 from laboratory.evaluation import record
@@ -112,7 +112,7 @@ def shares_of_time(forward: Forward, history: list[int], count: int) -> dict[str
     The steps run on this thread: a profile sees no other. On a GPU, operations count with their time on the device.
     """
     on_cpu = forward.device.type == "cpu"
-    geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=256)
+    geometry = forward.geometry(page_tokens=16, segment_tokens=256)
     limit = len(history) + count + 2
     context = forward.open(geometry, Full().bound(geometry, limit).peak_bytes)
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, limit)
@@ -158,12 +158,13 @@ def _shares(profiled: profile, wall: float, *, on_cpu: bool) -> dict[str, float]
     return {name: round(seconds / sum(spent.values()), 3) for name, seconds in spent.items()}
 
 
-def open_engines(forward: Forward, kv_bytes: int) -> dict[str, Engine]:
-    engines = {"batched": Engine(forward, EngineConfig(kv_bytes=kv_bytes))}
+def open_engines(forward: Forward, config: ModelConfig, kv_bytes: int) -> dict[str, Engine]:
+    settings = EngineConfig(kv_bytes=kv_bytes)
+    engines = {"batched": Engine(forward, settings)}
     try:
-        engines["fixed-shape"] = Engine(forward, EngineConfig(kv_bytes=kv_bytes, mode=Mode.FIXED_SHAPE))
+        engines["fixed-shape"] = Engine(open_backend(replace(config, determinism="batch-invariant")), settings)
     except BackendError as refusal:
-        print(f"fixed-shape mode is left out: {refusal}")
+        print(f"batch-invariant steps are left out: {refusal}")
     return engines
 
 
@@ -221,7 +222,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     theirs = load_model(
         config.model, cache=config.cache_path, device=config.torch_device, dtype=config.dtype, attention="sdpa"
     )
-    engines = open_engines(forward, arguments.kv_bytes)
+    engines = open_engines(forward, config, arguments.kv_bytes)
     cells = measure(theirs.model, engines, arguments.lengths, arguments.rounds, arguments.tokens)
     is_native = forward.facts.numerics.startswith(("exact", "int8"))
     spent = {

@@ -29,7 +29,7 @@ from laboratory.evaluation.sessions import turned
 
 TEXT, HISTORY, APPENDED, ANSWERED = "docs/architecture.md", 128, 18, 8  # tokens
 GRPC, ALONE = "over gRPC", "in the engine"
-NUMERICS = ("exact", "int8")  # the first is the default
+NUMERICS = {"exact": "auto", "int8": "int8"}  # the first is the default
 
 
 def in_server(client: Client) -> Callable[[Sequence[int]], float]:
@@ -91,8 +91,8 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     tokenizer = load_tokenizer(tokenizer_folder(config.model, config.cache_path))
     ids = list(tokenizer.encode((record.ROOT / TEXT).read_text(encoding="utf-8")[:20_000]))
     values = {}
-    for numerics in NUMERICS:
-        samples = measured(model_config(arguments, numerics=numerics), ids, arguments.rounds)
+    for numerics, setting in NUMERICS.items():
+        samples = measured(model_config(arguments, numerics=setting), ids, arguments.rounds)
         values[f"{numerics}, {GRPC} ÷ {ALONE}"] = record.summarize(ratios(samples, GRPC, ALONE), "ratio")
         for name, times in samples.items():
             values[f"{numerics}, first token of {APPENDED}, {name}"] = record.summarize(times, "ms")

@@ -26,7 +26,6 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.context import KVContext, NoCoder
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.types import Mode
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named, release
 from laboratory.evaluation import record
@@ -52,7 +51,7 @@ def all_engines(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, 
     own = made_forward(name, config)
     ops = replace(open_ops("auto", device), attends_together=True)
     plain = PlainForward(own.seam, own.facts, device, ops=ops, records_graphs=own.records_graphs, listed=own.listed)
-    geometry = own.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
+    geometry = own.geometry(page_tokens=16, segment_tokens=arguments.segment_tokens)
     codec = made_codec(name, geometry, device)
     counts = [coder.levels.count for coder in codec.coders]
     print(f"{name}: {codec.bytes_per_token} bytes a token, numbers of each group {counts}", flush=True)

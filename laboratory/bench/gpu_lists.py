@@ -3,7 +3,7 @@
 The models have shapes of real ones and random weights, made in memory: nothing is downloaded. The engines read the same
 weights, attend with the same kernel and record their steps, so that the list is all that differs between the first two;
 the third launches its steps ahead (`overlap`), and so does the fourth, whose tokens depend on nothing else in their
-step to the bit (`numerics=invariant`). They take turns in every round, and ratios are taken within a round. The
+step (`determinism=batch-invariant`). They take turns in every round, and ratios are taken within a round. The
 record is written anew after every cell: a run that is cut off keeps what it has. Cells that do not fit into memory or
 time are named in it.
 

@@ -34,7 +34,6 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, InvalidArgument, KakeyaError, NoCapacity, OutOfMemory
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.types import Mode
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named
 from laboratory.evaluation import record
@@ -74,7 +73,7 @@ def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
     )
     latent = None
     if any(name.startswith("restored") for name in arguments.strategies):
-        geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=arguments.segment_tokens)
+        geometry = forward.geometry(page_tokens=16, segment_tokens=arguments.segment_tokens)
         latent = made_codec(arguments.shape, geometry, torch.device(arguments.device))
     return stack.enter_context(Engine(forward, settings, components=components, latent=latent))
 

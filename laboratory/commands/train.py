@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         # Text that is installed needs no engine, nor the memory that one takes for K and V.
         forward = open_backend(model) if target is None else target.forward
         tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))
-        geometry = forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256)
+        geometry = forward.geometry(page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
         require_stored_keys(loaded.model, layers=layers)
         sequence = min(_SEQUENCE, geometry.trained_positions)

@@ -36,9 +36,7 @@ def require_at_least(arguments: argparse.Namespace, **floors: int) -> None:
 def geometry_of(target: Target) -> Geometry:
     """The geometry that the target's engine works with."""
     config = target.engine.config
-    return target.forward.geometry(
-        mode=config.mode, page_tokens=config.page_tokens, segment_tokens=config.segment_tokens
-    )
+    return target.forward.geometry(page_tokens=config.page_tokens, segment_tokens=config.segment_tokens)
 
 
 def bytes_table(target: Target, strategies: Iterable[KVStrategy]) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def described(engine: Engine, model: ModelConfig) -> dict[str, Any]:
         "numerics": facts.numerics,
         "kv_dtype": facts.kv_dtype or facts.dtype,
         "linear": model.linear,
-        "mode": config.mode.value,
+        "mode": facts.mode.value,
         "segment_tokens": config.segment_tokens,
         "page_tokens": config.page_tokens,
         "step_tokens": config.step_tokens,

@@ -19,7 +19,6 @@ from inference_engine.kernels.components import KeyComponents
 from inference_engine.kv.geometry import IMMOVABLE, Geometry
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
-from inference_engine.types import Mode
 
 MOST_COMPONENTS = 64
 _STEP_TOKENS = 512
@@ -45,7 +44,7 @@ def fit_components(
     Raises InvalidArgument where no layer needs them, NonFiniteEntries for keys that are no finite numbers.
     """
     length = sequences.shape[1]
-    geometry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=256)
+    geometry = forward.geometry(page_tokens=16, segment_tokens=256)
     layers = component_layers(geometry)
     if not layers:
         raise InvalidArgument("model", "no layer of this model reads every entry, with keys that can be rotated back")

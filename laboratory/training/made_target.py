@@ -40,9 +40,7 @@ def open_made_target(
     components = components_of_random_ids(forward) if any(COMPONENTS in one for one in needed) else None
     latent = None
     if any(LATENT in one for one in needed):
-        geometry = forward.geometry(
-            mode=engine.mode, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens
-        )
+        geometry = forward.geometry(page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
         latent = made_codec(shape, geometry, torch.device(model.device))
     coded = {
         **({} if components is None else {"components": "calibrated on random ids"}),

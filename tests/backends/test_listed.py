@@ -18,20 +18,19 @@ from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import BackendError
 from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.models.operations import Given, NoStepListError, Product, Write
-from inference_engine.types import GenerateParams
+from inference_engine.types import GenerateParams, Mode
 from tests.admissions import traits_of
 from tests.backends.test_families import SERVED, SIZES, write_model
 from tests.further import further
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, generate, text, tokens
 from tests.native.test_forward import FAMILIES
-from tests.tiny import SMALL, tiny_forward_on
+from tests.tiny import PAGES, SMALL, tiny_forward_on
 
 
 def listed_ops() -> DeviceOps:
@@ -99,13 +98,13 @@ def test_a_model_says_whether_its_steps_are_listed(
 
 
 @pytest.mark.usefixtures("trying_no_strategies")
-def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_a_list_are_padded_to_be_batch_invariant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def opened_as(family: str, ops: DeviceOps, **settings: Any) -> Forward:
         monkeypatch.setattr(torch_loading, "open_ops", lambda *_: ops)
         folder = tmp_path / family
         if not folder.exists():
             write_model(folder, family, {**SIZES, **SERVED[family]})
-        asked = {"threads": 1, "linear": "plain", "backend": "torch", "numerics": "invariant", **settings}
+        asked = {"threads": 1, "linear": "plain", "backend": "torch", "determinism": "batch-invariant", **settings}
         return open_backend(ModelConfig(model=str(folder), cache_dir=str(tmp_path / "cache"), **asked))
 
     used: list[str] = []
@@ -134,11 +133,12 @@ def test_invariant_steps_are_a_list_or_the_start_is_refused(tmp_path: Path, monk
         generate(engine, session, 3)
     assert "attention" in used
 
-    assert opened_as("qwen3", listed_ops(), numerics="auto").facts.numerics == "listed"
-    with pytest.raises(BackendError, match=r"numerics=invariant.*no list of operations.*'cohere2'.*numerics=auto"):
-        opened_as("cohere2", listed_ops())
-    with pytest.raises(BackendError, match=r"numerics=invariant.*on cpu.*one by one.*numerics=auto"):
-        opened_as("qwen3", DeviceOps())
+    assert forward.geometry(**PAGES).token_quantum == 1
+    assert opened_as("qwen3", listed_ops(), determinism="off").facts.numerics == "listed"
+    for family, ops in (("cohere2", listed_ops()), ("qwen3", DeviceOps())):
+        padded = opened_as(family, ops)
+        assert (padded.facts.numerics, padded.facts.mode) == ("torch", Mode.FIXED_SHAPE)
+        assert padded.geometry(**PAGES).token_quantum > 1
 
 
 def test_what_there_is_no_kernel_for_is_refused_by_name() -> None:

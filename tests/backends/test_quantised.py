@@ -58,22 +58,22 @@ def greedy(forward: TorchForward, history: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("numerics", "weights", "format_name"),
+    ("determinism", "products", "weights", "format_name"),
     [
-        ("auto", "int4", "int4/128"),
-        ("invariant", "fp8", "fp8"),
-        further("auto", "fp8", "fp8"),
-        further("invariant", "int4", "int4/128"),
+        ("off", "listed", "int4", "int4/128"),
+        ("batch-invariant", "invariant", "fp8", "fp8"),
+        further("off", "listed", "fp8", "fp8"),
+        further("batch-invariant", "invariant", "int4", "int4/128"),
     ],
 )
 def test_weights_made_at_the_load_give_the_tokens_of_their_numbers(
-    weights: str, format_name: str, numerics: str
+    weights: str, format_name: str, determinism: str, products: str
 ) -> None:
-    forward = served(tiny_model(attention=ATTENTION), weights=weights, numerics=numerics)
+    forward = served(tiny_model(attention=ATTENTION), weights=weights, determinism=determinism)
     history = text(60)
     expected = dequantised(weights).generate(torch.tensor([history]), max_new_tokens=16, do_sample=False)
 
-    assert forward.facts.numerics == f"{'listed' if numerics == 'auto' else numerics}, {format_name} weights"
+    assert forward.facts.numerics == f"{products}, {format_name} weights"
     assert greedy(forward, history, 16) == expected[0, len(history) :].tolist()
 
 

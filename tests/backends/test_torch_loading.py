@@ -20,7 +20,7 @@ from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
 
 @pytest.mark.parametrize(
     ("settings", "is_used"),
-    [({}, True), ({"kernels": "plain"}, False), ({"numerics": "invariant"}, False)],
+    [({}, True), ({"kernels": "plain"}, False), ({"determinism": "batch-invariant"}, False)],
     ids=["by default", "plain", "invariant"],
 )
 def test_the_operation_for_long_chunks_is_used_in_its_three_forms(

@@ -19,7 +19,7 @@ SMALL = EngineConfig(kv_bytes=64 * 2**20)
 def test_a_child_runs_with_what_it_was_given_and_ends_with_its_block(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("BIND", "0.0.0.0:1"), ("TLS_CERT_FILE", "cert.pem"), ("MODE", "fixed-shape")):
+    for name, value in (("BIND", "0.0.0.0:1"), ("TLS_CERT_FILE", "cert.pem"), ("DETERMINISM", "batch-invariant")):
         monkeypatch.setenv(f"KAKEYA_{name}", value)
     with child_server(ModelConfig(model=str(tiny_folder)), SMALL) as child:
         with Client(child.wait_ready()) as client:

@@ -145,7 +145,12 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
         (("serve", "--kv-bytes=-5MiB"), "'-5MiB' is not a whole number or a size such as 512MiB"),
         # With more than a system allows, a library ends the process.
         (("serve", "--threads", "100000"), "threads must be at most 1024, got 100000"),
-        (("serve", "--mode", "exact"), "--mode: must be batched or fixed-shape, got 'exact'"),
+        (("serve", "--determinism", "on"), "determinism must be off or batch-invariant, got 'on'"),
+        (("serve", "--mode", "exact"), "mode=exact: the setting is determinism now, off or batch-invariant"),
+        (
+            ("serve", "--mode", "fixed-shape", "--determinism", "off"),
+            "mode=fixed-shape is determinism=batch-invariant now, and determinism is off; leave out mode",
+        ),
         (("serve", "--model="), "model must be a name, a folder or a file, got an empty string"),
         (("serve", "--config", "no-such.toml"), "cannot read the settings file no-such.toml"),
         (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_window:windows=1"), "has no option 'windows'; it has "),

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inference_engine.cli.main import parser
 from inference_engine.cli.settings import HELP, Config, as_flags, settings
-from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, misspelled_variables, resolve
+from inference_engine.config import (
+    OLD_NAMES,
+    EngineConfig,
+    ModelConfig,
+    ServerConfig,
+    _say_once,
+    misspelled_variables,
+    resolve,
+)
 from inference_engine.errors import ConfigError
-from inference_engine.types import Mode
 
 KINDS = (ModelConfig, EngineConfig, ServerConfig)
 
@@ -47,21 +55,21 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
 ) -> None:
     path = tmp_path / "kakeya.toml"
     path.write_text('modle = "x"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean mode or model\?\); the"):
+    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean model\?\); the"):
         resolve(ModelConfig, file=str(path))
     path.write_text('[server]\nkv_bytes = "1GiB"\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"kakeya.toml: it has tables \(\[server\]\); the file is flat"):
         resolve(ModelConfig, file=str(path))
     for name in ("KAKEYA_MODLE", "KAKEYA_MODEL", "KAKEYA_CONFIG", "KAKEYA_PYTHON", "KAKEYA_TARGET", "KAKEYA_TOKENIZER"):
         monkeypatch.setenv(name, "x")
-    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean KAKEYA_MODE or KAKEYA_MODEL?)",)
+    assert misspelled_variables() == ("KAKEYA_MODLE (did you mean KAKEYA_MODEL?)",)
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        ModelConfig(model="some folder", dtype="bfloat16", threads=3, cache_dir="~/elsewhere"),
-        replace(EngineConfig(), mode=Mode.FIXED_SHAPE, kv_bytes=12345, session_idle_ttl_seconds=0.25),
+        ModelConfig(model="some folder", determinism="batch-invariant", threads=3, cache_dir="~/elsewhere"),
+        EngineConfig(kv_bytes=12345, session_idle_ttl_seconds=0.25),
         ServerConfig(bind="[::1]:0", metrics_bind="127.0.0.1:0", drain_seconds=1.5),
     ],
     ids=lambda config: type(config).__name__,
@@ -73,6 +81,28 @@ def test_settings_written_as_flags_are_read_back_whatever_the_environment_says(
         monkeypatch.setenv(f"KAKEYA_{field.name.upper()}", "nonsense")
     args = parser().parse_args(["serve", *as_flags(config)])
     assert settings(args, type(config)) == config
+
+
+def test_old_names_say_what_they_are_now_and_keep_their_meaning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, subtests: pytest.Subtests
+) -> None:
+    path = tmp_path / "kakeya.toml"
+    for (name, value), (now, meant) in OLD_NAMES.items():
+        for source in ("flag", "variable", "file"):
+            with subtests.test(f"{name}={value}", source=source), monkeypatch.context() as patch:
+                _say_once.cache_clear()
+                caplog.clear()
+                path.write_text(f'{name} = "{value}"\n' if source == "file" else "", encoding="utf-8")
+                typed = ["serve", "--config", str(path)]
+                if source == "flag":
+                    typed.append(f"--{name}={value}")
+                if source == "variable":
+                    patch.setenv(f"KAKEYA_{name.upper()}", value)
+                args = parser().parse_args(typed)
+                expected: Any = {now: meant}
+                for _ in range(2):  # said once
+                    assert settings(args, ModelConfig) == ModelConfig(**expected)
+                assert caplog.messages == [f"{name}={value} is called {now}={meant} now, and read until 0.2.0 only"]
 
 
 OUT_OF_BOUNDS: list[tuple[type[Config], str, object, str]] = [

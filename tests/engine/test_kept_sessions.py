@@ -31,6 +31,7 @@ from inference_engine.types import (
     Finished,
     GenerateParams,
     Mark,
+    Mode,
     Sampling,
     StopReason,
     TokenCommitted,
@@ -351,6 +352,19 @@ def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(
     with keeping(tmp_path) as engine:
         engine.recall(session)
         assert engine.session_info(session).history_length == len(PROMPT)
+
+
+def test_a_session_may_be_promised_more_of_its_bits_and_never_less(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        first = opened(engine)
+    with keeping(tmp_path, mode=Mode.FIXED_SHAPE) as engine:
+        engine.recall(first)
+        assert engine.session_info(first).history_length == len(PROMPT)
+        second = opened(engine)
+    with keeping(tmp_path) as engine:
+        engine.recall(first)
+        with pytest.raises(ModelMismatch, match="mode fixed-shape"):
+            engine.recall(second)
 
 
 def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_not_concerned(tmp_path: Path) -> None:

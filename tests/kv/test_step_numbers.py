@@ -13,7 +13,6 @@ from inference_engine.kv.numbers import StepNumbers, as_slice
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.types import Mode
 from tests.tiny import PAGES, tiny_forward
 
 LAYERS = 5
@@ -62,7 +61,7 @@ def test_memory_is_used_again_clean_and_not_before_its_holder_is_gone() -> None:
 @pytest.mark.parametrize("spec", ["full", "sink_window:sink=4,window=24", "layer_window:window=24,full_layers=1"])
 def test_slots_are_opened_where_their_entries_go_and_nowhere_else(spec: str) -> None:
     forward = tiny_forward()
-    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
+    context = forward.open(forward.geometry(**PAGES), 2**20)
     kvs = [SessionKV(parse_strategy(spec).resolved(context.geometry), context, 64) for _ in range(3)]
     kvs.pop(1).release()  # so that an allocation may lie in pieces
     kvs.append(SessionKV(parse_strategy(spec).resolved(context.geometry), context, 48))
@@ -81,7 +80,7 @@ def test_slots_are_opened_where_their_entries_go_and_nowhere_else(spec: str) -> 
 
 def test_a_plan_says_the_same_though_its_memory_held_another_one() -> None:
     forward = tiny_forward(windowed=False)
-    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
+    context = forward.open(forward.geometry(**PAGES), 2**20)
     kv = SessionKV(parse_strategy("full"), context, 64)
 
     def numbers(count: int) -> list[int]:

@@ -17,7 +17,6 @@ from torch import Tensor
 from inference_engine.decode.draft import CommittedTokens, Drafter, DraftMemory, Wanted
 from inference_engine.kernels.gumbel_noise import key
 from inference_engine.kv.context import KVContext
-from inference_engine.types import Mode
 from kv_cache_proposer.dflash import recorded_drafts as graphs
 from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_tokens
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
@@ -36,7 +35,7 @@ WINDOW = 24
 def context(*, kv_bytes: int = 2**20) -> KVContext:
     """A fresh pool whose memory holds nothing but NaN."""
     forward = tiny_forward()
-    opened = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), kv_bytes)
+    opened = forward.open(forward.geometry(**PAGES), kv_bytes)
     for buffer in opened.pool.buffers.values():
         buffer.keys.fill_(torch.nan)
         buffer.values.fill_(torch.nan)

@@ -17,7 +17,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.native.library import Format
-from inference_engine.types import Finished, GenerateParams, Mode, Sampling
+from inference_engine.types import Finished, GenerateParams, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.native import NativeDrafter
 from kv_cache_proposer.dflash.network import DFlashNetwork
@@ -53,7 +53,7 @@ def exact(kind: str) -> NativeDrafter:
 def memory_of(drafter: Drafter) -> tuple[DraftMemory, KVContext]:
     """In a pool whose memory holds nothing but NaN."""
     forward = tiny_native()
-    place = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), 2**20)
+    place = forward.open(forward.geometry(**PAGES), 2**20)
     for buffer in place.pool.buffers.values():
         buffer.keys.fill_(torch.nan)
         buffer.values.fill_(torch.nan)

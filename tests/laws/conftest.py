@@ -16,7 +16,6 @@ import pytest
 from inference_engine.config import has_mlx
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
-from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
@@ -56,15 +55,7 @@ def executor(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if executor == MLX:
-        from inference_engine.backends.mlx.forward import MlxForward
         from tests.mlx.tiny import run_on, tiny_mlx
-
-        geometry = MlxForward.geometry
-
-        def batched(forward: MlxForward, *, mode: Mode, **pages: int) -> Geometry:
-            if mode is Mode.FIXED_SHAPE:
-                pytest.skip("it is about fixed shapes, which MLX refuses")
-            return geometry(forward, mode=mode, **pages)
 
         create = Engine.create_session
 
@@ -74,7 +65,6 @@ def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
             return create(engine, guaranteed=guaranteed, **words)
 
         monkeypatch.setattr(Engine, "create_session", at_once)
-        monkeypatch.setattr(MlxForward, "geometry", batched)
         run_on(tiny_mlx, monkeypatch)
         # Memory of MLX is written once when an engine opens.
         monkeypatch.setitem(tiny.SMALL, "kv_bytes", 12 * 2**20)

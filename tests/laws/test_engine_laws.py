@@ -292,7 +292,7 @@ def test_truncated_is_said_once_before_any_token_and_only_when_positions_are_los
     said = [event for event in events if isinstance(event, Truncated)]
     done = events[-1]
     assert isinstance(done, Finished)
-    geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = tiny_forward().geometry(**PAGES)
     if any(strategy.rule(layer, geometry).window is None for layer in range(len(geometry.layers))):
         # Every position can still be read, if only by some layers.
         assert not said

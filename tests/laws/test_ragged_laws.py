@@ -191,7 +191,7 @@ def test_a_step_is_one_native_call_while_its_sessions_hold_what_they_read(
     options = strategy.options()
     reads_elsewhere = reads_by_views(strategy)
     reads_elsewhere |= options.get("scorer") == "bounds"
-    geometry = native.geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = native.geometry(**PAGES)
     rules = [strategy.rule(layer, geometry) for layer in range(len(geometry.layers))]
     reads_elsewhere |= any(mechanism.ends_alone for rule in rules for mechanism in rule.mechanisms)
     assert counts[0] == 1 and (counts.max() > 1) == reads_elsewhere, counts

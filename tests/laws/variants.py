@@ -109,7 +109,7 @@ def reads_chunks(strategy: KVStrategy) -> bool:
 
 def reads_by_views(strategy: KVStrategy) -> bool:
     """Do generated tokens read by views on the native backend, too, whose sums depend on the step?"""
-    geometry = tiny_forward().geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = tiny_forward().geometry(**PAGES)
     rules = [strategy.rule(layer, geometry) for layer in range(len(geometry.layers))]
     return reads_chunks(strategy) or any(each.by_view for rule in rules for each in rule.mechanisms)
 

@@ -11,6 +11,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import Mode
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 from tests.load.solo import Sight, Solo
 
@@ -28,11 +29,18 @@ EXTRAS = ("clock", "wall_clock", "journal", "metrics", "drafter")
 
 
 def scripted_engine(
-    *, script: Script | None = None, layers: int = LAYERS, dtype: torch.dtype = torch.float64, **settings: Any
+    *,
+    script: Script | None = None,
+    layers: int = LAYERS,
+    dtype: torch.dtype = torch.float64,
+    mode: Mode = Mode.BATCHED,
+    **settings: Any,
 ) -> Engine:
     """`settings` change EngineConfig; those of EXTRAS go to the engine."""
     extras = {name: settings.pop(name) for name in EXTRAS if name in settings}
-    forward = ScriptedForward(ScriptedModel(layers=layers), script, trained_positions=TRAINED_POSITIONS, dtype=dtype)
+    forward = ScriptedForward(
+        ScriptedModel(layers=layers), script, trained_positions=TRAINED_POSITIONS, dtype=dtype, mode=mode
+    )
     return Engine(forward, EngineConfig(**{**SMALL, **settings}), **extras)
 
 

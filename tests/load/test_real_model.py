@@ -21,6 +21,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Mode
 from laboratory.scripted import Script
+from tests.facade import in_mode
 from tests.further import further
 from tests.load.alone import Alone, AloneSolo
 from tests.load.calls import Calls
@@ -45,14 +46,16 @@ STRATEGIES: tuple[KVStrategy, ...] = (
 )
 
 
-def forward(model: str) -> Forward:
+def forward(model: str, mode: Mode = Mode.FIXED_SHAPE) -> Forward:
     """One of its own: two engines run at a time."""
-    return tiny_forward_on("cpu") if model == TINY else open_backend(resolve(ModelConfig, {"model": REAL}))
+    return in_mode(
+        tiny_forward_on("cpu") if model == TINY else open_backend(resolve(ModelConfig, {"model": REAL})), mode
+    )
 
 
-def engine_on(forward: Forward, mode: Mode, **settings: Any) -> Engine:
+def engine_on(forward: Forward, **settings: Any) -> Engine:
     extras = {name: settings.pop(name) for name in ("clock", "journal") if name in settings}
-    return Engine(forward, EngineConfig(**{**SMALL, "mode": mode, "kv_bytes": 2**30, **settings}), **extras)
+    return Engine(forward, EngineConfig(**{**SMALL, "kv_bytes": 2**30, **settings}), **extras)
 
 
 @pytest.mark.timeout(3000)
@@ -66,12 +69,12 @@ def engine_on(forward: Forward, mode: Mode, **settings: Any) -> Engine:
     ids=["tiny-batched", "tiny-fixed-shape", "smollm2"],
 )
 def test_interleaved_sessions_of_every_strategy_get_the_tokens_they_get_alone(model: str, mode: Mode) -> None:
-    judged, journal, rng = forward(model), MemoryJournal(), np.random.default_rng(7)
+    judged, journal, rng = forward(model, mode), MemoryJournal(), np.random.default_rng(7)
     size = judged.facts.vocab_size
     world = World(owners=3, sessions=4, vocab_size=size, known=(), replayed=STRATEGIES, replayed_share=1.0)
     with (
-        engine_on(judged, mode, journal=journal, **limits(world)) as engine,
-        engine_on(forward(model), mode) as alone,
+        engine_on(judged, journal=journal, **limits(world)) as engine,
+        engine_on(forward(model, mode)) as alone,
     ):
         population = Population(engine, journal, alone, world=world)
         population.fill(rng)
@@ -86,10 +89,9 @@ def test_interleaved_sessions_of_every_strategy_get_the_tokens_they_get_alone(mo
 @pytest.mark.parametrize("model", MODELS)
 def test_cancels_at_random_instants_stop_within_a_step_on_a_model_that_computes(model: str) -> None:
     script, journal, rng = Script(), MemoryJournal(), np.random.default_rng(3)
-    mode = Mode.FIXED_SHAPE
     with (
-        engine_on(CountedForward(forward(model), script), mode, journal=journal) as engine,
-        engine_on(forward(model), mode) as alone,
+        engine_on(CountedForward(forward(model), script), journal=journal) as engine,
+        engine_on(forward(model)) as alone,
     ):
         cancels = Cancels(engine, script, alone=Alone(alone, journal))
         while cancels.count < CANCELS[model]:
@@ -102,11 +104,11 @@ def test_cancels_at_random_instants_stop_within_a_step_on_a_model_that_computes(
 @pytest.mark.parametrize("model", MODELS)
 def test_sequences_of_calls_leave_histories_that_the_model_allows(model: str) -> None:
     judged, other = forward(model), forward(model)
-    with engine_on(other, Mode.FIXED_SHAPE) as alone:
+    with engine_on(other) as alone:
 
         class RealCalls(Calls):
             def engine(self, **settings: Any) -> Engine:
-                return engine_on(judged, Mode.FIXED_SHAPE, **settings)
+                return engine_on(judged, **settings)
 
             def solo(self, strategy: KVStrategy) -> AloneSolo:
                 return AloneSolo(alone, strategy)

@@ -23,7 +23,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.types import Failed, GenerateParams, Mode, TokenCommitted
+from inference_engine.types import Failed, GenerateParams, TokenCommitted
 from laboratory.evaluation.sessions import append_all, turned
 
 
@@ -68,7 +68,7 @@ def sessions_under_pressure(forward: Forward, *, tokens: int) -> int:
     Those that are there say afterwards what one says alone.
     """
     ids = [int(one) for one in np.random.default_rng(0).integers(1, 100, tokens // 2)]
-    room = forward.geometry(mode=EngineConfig().mode, page_tokens=16, segment_tokens=256).entry_bytes
+    room = forward.geometry(page_tokens=16, segment_tokens=256).entry_bytes
     pages = -(-tokens // 16) * 16
     with Engine(forward, EngineConfig(kv_bytes=room * pages * 7 // 2, default_limit_tokens=tokens)) as engine:
         sessions: list[str] = []
@@ -160,7 +160,7 @@ def rates_by_turns(
     with ExitStack() as opened:
         engines: dict[str, tuple[Engine, list[str]]] = {}
         for name, forward in forwards.items():
-            entry = forward.geometry(mode=Mode.BATCHED, page_tokens=16, segment_tokens=256).entry_bytes
+            entry = forward.geometry(page_tokens=16, segment_tokens=256).entry_bytes
             settings = EngineConfig(kv_bytes=(sessions + 1) * (limit + 256) * entry, default_limit_tokens=limit)
             engine = opened.enter_context(Engine(forward, settings))
             own = [engine.create_session(guaranteed=True).session_id for _ in range(sessions)]

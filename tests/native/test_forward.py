@@ -33,6 +33,7 @@ from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import KVType, ProductIdentity
 from inference_engine.types import Mode
 from tests.admissions import traits_of
+from tests.facade import in_mode
 from tests.further import further
 from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 from tests.tiny_native import library, tiny_native
@@ -93,8 +94,8 @@ class Sessions:
     def __init__(
         self, forward: Forward, *strategies: KVStrategy, mode: Mode = Mode.BATCHED, limit: int | None = 256
     ) -> None:
-        self.forward = forward
-        self.context = forward.open(forward.geometry(mode=mode, **PAGES), 2**24)
+        self.forward = forward = in_mode(forward, mode)
+        self.context = forward.open(forward.geometry(**PAGES), 2**24)
         self.sessions = [SessionKV(strategy, self.context, limit) for strategy in strategies]
 
     def step(self, *staged: tuple[int, Sequence[int]], taps: tuple[int, ...] = ()) -> tuple[Result, list[slice]]:

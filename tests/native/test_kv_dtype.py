@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import NonFiniteLogits, RestorationFailed
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.native.library import KVType
-from inference_engine.types import GenerateParams, Mode
+from inference_engine.types import GenerateParams
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy_with, text
 from tests.tiny import PAGES, SMALL, tiny_components, tiny_latent
@@ -34,7 +34,7 @@ def test_entries_take_the_bytes_that_were_asked_for(asked: str, given: str, item
     forward = open_backend(ModelConfig(model=str(folder), backend="native", kv_dtype=asked, threads=1))
 
     assert forward.facts.numerics == f"exact, {given} K/V"
-    geometry = forward.geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = forward.geometry(**PAGES)
     assert geometry.itemsize == itemsize
     context = forward.open(geometry, 2**20)
     assert {buffer.keys.itemsize for buffer in context.pool.buffers.values()} == {itemsize}
@@ -50,7 +50,9 @@ def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part:
             drain(engine.generate(session, GenerateParams(max_tokens=60)))
 
 
-def test_invariant_is_exact_here_which_has_its_property(folder: Path) -> None:
-    forward = open_backend(ModelConfig(model=str(folder), numerics="invariant", threads=1))
-
-    assert forward.facts.numerics == "exact, float16 K/V"
+@pytest.mark.parametrize(("numerics", "identity"), [("auto", "exact"), ("int8", "exact")])
+def test_what_is_promised_of_batches_changes_no_identity(numerics: str, identity: str, folder: Path) -> None:
+    for determinism in ("off", "batch-invariant"):
+        config = ModelConfig(model=str(folder), numerics=numerics, determinism=determinism, threads=1)
+        facts = open_backend(config).facts
+        assert (facts.numerics, facts.mode) == (f"{identity}, float16 K/V", config.mode)

@@ -28,7 +28,7 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
-from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
+from inference_engine.types import Event, GenerateParams, Sampling, TokenCommitted
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.facade import WatchedForward, standing_still
 from tests.laws.variants import drain, text
@@ -110,7 +110,7 @@ def hardly_moving() -> Callable[[], float]:
 
 def calls_of_the_verifier(forward: Forward) -> int:
     """Of one segment of single tokens, staged, computed, sampled and committed."""
-    context = forward.open(forward.geometry(mode=Mode.BATCHED, **PAGES), SMALL["kv_bytes"])
+    context = forward.open(forward.geometry(**PAGES), SMALL["kv_bytes"])
     verifier, kv = Verifier(forward, context), SessionKV(Full(), context, 512)
     assert kv.wake(512)
     ids = np.array(text(LENGTH + WARM_UP + SEGMENT), dtype=np.uint32)

@@ -123,8 +123,8 @@ def test_a_queue_that_one_owner_filled_still_takes_anothers_even_share() -> None
 @pytest.mark.parametrize("seconds", [1e-6, 0.003, 10.0], ids="{} s".format)
 def test_pieces_of_a_prefill_sized_to_a_target_change_no_token(mode: Mode, seconds: float) -> None:
     def say(**targets: float) -> list[list[tuple[int, float | None]]]:
-        forward = ScriptedForward(ScriptedModel(), Script(token_seconds=2e-5))
-        with engine_on(forward, mode=mode, **targets) as engine:
+        forward = ScriptedForward(ScriptedModel(), Script(token_seconds=2e-5), mode=mode)
+        with engine_on(forward, **targets) as engine:
             together = [asked(engine, "a", 40)]
             together += [
                 engine.generate(opened(engine, "b", 130, seed), GenerateParams(max_tokens=9), owner="b")

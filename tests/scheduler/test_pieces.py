@@ -108,8 +108,8 @@ def test_prefills_are_cut_and_share_steps_that_are_no_longer_than_is_best() -> N
 class Slow(ScriptedForward):
     """Under a clock that its steps move: `token_seconds` for each token. At `stop_at` the Generate is cancelled."""
 
-    def __init__(self, token_seconds: float) -> None:
-        super().__init__(ScriptedModel(), trained_positions=4096)
+    def __init__(self, token_seconds: float, mode: Mode = Mode.BATCHED) -> None:
+        super().__init__(ScriptedModel(), trained_positions=4096, mode=mode)
         self._token_seconds = token_seconds
         self.now, self.stop_at = 0.0, math.inf
         self.stop: Callable[[], None] = lambda: None
@@ -128,8 +128,8 @@ class Slow(ScriptedForward):
 SLOW_STRATEGIES = [Full(), SinkWindow(sink=4, window=64)]
 
 
-def slow_engine(forward: Slow, mode: Mode) -> Engine:
-    config = EngineConfig(mode=mode, kv_bytes=2**26, tier_bytes=2**24, stall_seconds=1e6)
+def slow_engine(forward: Slow) -> Engine:
+    config = EngineConfig(kv_bytes=2**26, tier_bytes=2**24, stall_seconds=1e6)
     return Engine(forward, config, clock=lambda: forward.now)
 
 
@@ -138,8 +138,8 @@ def slow_engine(forward: Slow, mode: Mode) -> Engine:
 def test_how_long_a_token_takes_changes_how_a_prefill_is_cut_and_no_token(strategy: KVStrategy, mode: Mode) -> None:
     generated, steps = [], []
     for token_seconds in (1e-6, 0.003, 0.02):
-        forward = Slow(token_seconds)
-        with slow_engine(forward, mode) as engine:
+        forward = Slow(token_seconds, mode)
+        with slow_engine(forward) as engine:
             session = opened(engine, strategy, 1500)
             generated.append(generate(engine, session, 12))
             engine.append(session, text(700, seed=1))
@@ -155,7 +155,7 @@ def test_how_long_a_token_takes_changes_how_a_prefill_is_cut_and_no_token(strate
 def test_a_cancel_in_prefill_takes_effect_within_a_chunk_of_half_a_second(token_seconds: float, beside: int) -> None:
     """beside: sessions that decode meanwhile."""
     forward = Slow(token_seconds)
-    with slow_engine(forward, Mode.BATCHED) as engine:
+    with slow_engine(forward) as engine:
         others = [engine.generate(opened(engine, Full(), 8, 1), GenerateParams(max_tokens=2000)) for _ in range(beside)]
         session = opened(engine, Full(), 3000)
         forward.stop_at = forward.now + 8.0

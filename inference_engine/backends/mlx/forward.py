@@ -42,7 +42,7 @@ from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.views import StagedQueries
 from inference_engine.models.operations import Attend
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.types import ModelFacts
 
 
 class MlxForward:
@@ -76,12 +76,7 @@ class MlxForward:
     def free_bytes(self) -> int:
         return usable_bytes()
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
-        if mode is Mode.FIXED_SHAPE:
-            raise BackendError(
-                "fixed-shape mode is not available on device mlx: its products and its attention add in an order that "
-                "depends on the shape. Start with --mode batched, or with --device cpu"
-            )
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
         return Geometry(
             layers=self.spec.layers,
             itemsize=self.compute_dtype.itemsize,

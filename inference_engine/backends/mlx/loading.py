@@ -21,7 +21,7 @@ from inference_engine.models import check_model, log_remarks
 from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
-from inference_engine.types import ModelFacts
+from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,11 @@ def _check_settings(config: ModelConfig) -> None:
     """Raise NotOnMlx for settings that are about other backends."""
     if config.kv_dtype not in ("auto", config.dtype):
         raise NotOnMlx(f"it keeps K and V in the dtype of its activations, and kv_dtype is {config.kv_dtype}")
+    if config.mode is Mode.FIXED_SHAPE:
+        raise NotOnMlx(
+            f"its products and its attention add in an order that depends on the shape, and determinism is "
+            f"{config.determinism}; leave it off"
+        )
     for name in ("weights", "numerics", "kernels", "linear", "graphs"):
         if (asked := getattr(config, name)) not in ("auto", "off", "metal"):
             raise NotOnMlx(f"{name}={asked} is about other backends")

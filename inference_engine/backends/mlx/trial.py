@@ -14,7 +14,6 @@ from inference_engine.backends.native.trial import LoadedTensors, check_rotation
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import Twin, TwinSizes
 from inference_engine.kv.geometry import LayerTraits
-from inference_engine.types import Mode
 
 
 def try_list(
@@ -35,7 +34,7 @@ def try_list(
     check_rotation(twin, spec)
     program = MLXProgram(spec, checkpoint, checkpoint.names(), mx.float32)
     twin.forward = MlxForward(spec, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
-    twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
+    twin.geometry = twin.forward.geometry(page_tokens=4, segment_tokens=16)
     found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
     if uses_metal:
         found.append(twin.difference_of_chunks(tokens=4))

@@ -141,13 +141,13 @@ class NativeForward:
     @cached_property
     def _quanta(self) -> tuple[int, int]:
         """Found once for all engines over this model."""
+        if self._facts.mode is Mode.BATCHED:
+            return 1, 1
         return probe_attention(self.spec.layers, self._device, self.compute_dtype)
 
-    def geometry(self, *, mode: Mode, page_tokens: int, segment_tokens: int) -> Geometry:
+    def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
         # Products and attention by numbers have one order for any number of tokens; attention by views has not.
-        token_quantum = key_quantum = 1
-        if mode is Mode.FIXED_SHAPE:
-            token_quantum, key_quantum = self._quanta
+        token_quantum, key_quantum = self._quanta
         return Geometry(
             layers=self.spec.layers,
             itemsize=self._kv_dtype.itemsize,
@@ -156,7 +156,7 @@ class NativeForward:
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
-            joins_segments=mode is not Mode.FIXED_SHAPE,
+            joins_segments=self._facts.mode is Mode.BATCHED,
         )
 
     def open(

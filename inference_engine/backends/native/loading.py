@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Within each of them a session's bits depend on nothing else in a step.
-_IDENTITIES = dict.fromkeys(("auto", "exact", "invariant"), ProductIdentity.EXACT) | {"int8": ProductIdentity.QUANTISED}
+_IDENTITIES = {"auto": ProductIdentity.EXACT, "int8": ProductIdentity.QUANTISED}
 _KV_TYPES = {
     "auto": KVType.FLOAT16,
     "float32": KVType.FLOAT32,
@@ -86,6 +86,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         dtype="float32",
         backend="native",
         numerics=_numerics(config, program),
+        mode=config.mode,
         weights=tuple(form.name.lower() for form in sorted(formats, key=formats.__getitem__, reverse=True)),
         refused_strategies=admitted.refused,
     )

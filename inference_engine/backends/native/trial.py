@@ -20,7 +20,6 @@ from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import Library, ProductIdentity
-from inference_engine.types import Mode
 
 
 def try_list(
@@ -54,7 +53,7 @@ def try_list(
     )
     try:
         twin.forward = NativeForward(spec, twin.forward.facts, program)
-        twin.geometry = twin.forward.geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
+        twin.geometry = twin.forward.geometry(page_tokens=4, segment_tokens=16)
         difference = twin.difference_of_chunks()
     finally:
         program.close()

@@ -38,7 +38,7 @@ def keeper(folder: Path, tmp_path: Path) -> Iterator[Restarted]:
     """A server that keeps its sessions in a folder."""
     with ExitStack() as stack:
         kept = f"--state-dir={tmp_path / 'state'}"
-        yield Restarted(stack, "--model", folder, "--kv-bytes=64MiB", "--mode=fixed-shape", kept)
+        yield Restarted(stack, "--model", folder, "--kv-bytes=64MiB", "--determinism=batch-invariant", kept)
 
 
 @further_test

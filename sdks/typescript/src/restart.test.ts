@@ -37,7 +37,7 @@ test("a client waits for a server that is started again, and learns that its ses
 test("a stream goes on where a server that keeps sessions was killed, and so does what follows", async () => {
   const control = inject("control");
   const folder = await mkdtemp(join(tmpdir(), "kakeya-"));
-  const target = await openProcess(control, ["--mode=fixed-shape", `--state-dir=${join(folder, "state")}`]);
+  const target = await openProcess(control, ["--determinism=batch-invariant", `--state-dir=${join(folder, "state")}`]);
   await using client = new kakeya.Client(target);
 
   /** Two turns, between the first tokens of which `between` happens; then what a client does that has only the id. */

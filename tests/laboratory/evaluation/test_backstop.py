@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from inference_engine.kv.geometry import Geometry
-from inference_engine.types import Mode
 from laboratory.evaluation.backstop import (
     EVEN,
     NONE,
@@ -40,7 +39,7 @@ FOUND = Found(
 
 
 def geometry(*, windowed: bool) -> Geometry:
-    return tiny_forward(windowed=windowed).geometry(mode=Mode.BATCHED, page_tokens=4, segment_tokens=16)
+    return tiny_forward(windowed=windowed).geometry(page_tokens=4, segment_tokens=16)
 
 
 def test_each_count_is_tried_with_ranked_and_with_evenly_spaced_layers() -> None:

@@ -15,7 +15,7 @@ from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.decode.draft import Drafter, Wanted
 from inference_engine.kv.strategies.full import Full
-from inference_engine.types import Mode, Sampling
+from inference_engine.types import Sampling
 from laboratory.evaluation import draft_identity, draft_speed, drafting
 from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_identity import AGAIN, margin_at
@@ -170,11 +170,8 @@ def test_where_texts_part_is_found_with_its_margin(written: list[Text]) -> None:
 
 
 def test_no_token_changes_where_shapes_are_fixed(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {**SMALL, "mode": Mode.FIXED_SHAPE}
-    model = ModelConfig(model=str(save_tiny_chat_model(tmp_path)), threads=1)
-    with open_target(
-        model, EngineConfig(**settings), find_drafter=drafter_for, identify_drafter=unidentified
-    ) as target:
+    model = ModelConfig(model=str(save_tiny_chat_model(tmp_path)), threads=1, determinism="batch-invariant")
+    with open_target(model, EngineConfig(**SMALL), find_drafter=drafter_for, identify_drafter=unidentified) as target:
         short = short_prompts(target, arguments("--kinds", "looped", "tool_json", "--identity-prompts=5"))
         found = draft_identity.compare(target, find(target, ["wrong"]), short, draft_tokens=3)
     assert set(found) == {(name, method) for name in (AGAIN, "wrong") for method in ("greedy", "at 0.7")}
