@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import ssl
 import time
@@ -24,7 +25,7 @@ from inference_engine.server.address import Address, cannot_bind
 from inference_engine.server.auth import KeyRing
 from inference_engine.server.http.app import State, create_app
 from inference_engine.server.http.chat_text import ChatText
-from inference_engine.server.http.client_connection import Connection, SecuredConnection
+from inference_engine.server.http.client_connection import HEAD_SECONDS, Connection, SecuredConnection
 from inference_engine.server.http.completion import Desk, Slots
 from inference_engine.server.http.door import HttpDoor
 from inference_engine.server.http.turns import RequestTurns
@@ -138,6 +139,9 @@ def _settings(app: Any, connection: type[asyncio.Protocol]) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=LEAVE_SECONDS,
+        # A `Connection` closes quiet ones before. By default uvicorn does after 5 s, when clients forget them, too: a
+        # request sent at that moment was lost.
+        timeout_keep_alive=math.ceil(2 * HEAD_SECONDS),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
@@ -179,6 +180,26 @@ async def test_a_connection_that_never_finishes_its_request_is_closed(
         while answered and await caller.status() not in (b"\r\n", b""):
             pass
         assert await caller.is_hung_up()
+
+
+async def test_a_client_forgets_a_quiet_connection_before_the_server_closes_it(
+    server: ServerHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a request that it sends just then is lost."""
+    loop, delays = asyncio.get_running_loop(), []
+    later = loop.call_later
+
+    def watched(delay: float, callback: Any, *arguments: Any, **named: Any) -> asyncio.TimerHandle:
+        if isinstance(getattr(callback, "__self__", None), connection.Connection):
+            delays.append(delay)
+        return later(delay, callback, *arguments, **named)
+
+    monkeypatch.setattr(loop, "call_later", watched)
+    async with calling(server) as caller:
+        caller.send(MODELS % b"keep-alive")
+        assert (await caller.status()).startswith(b"HTTP/1.1 200")
+    assert len(delays) == 2  # of a connection without a request, and after the answer
+    assert min(delays) > 2 * (httpx2.Limits().keepalive_expiry or 0)
 
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n\r\n"
