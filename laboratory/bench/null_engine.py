@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
+from typing import Any
 
 import grpc
 
@@ -23,7 +24,6 @@ from inference_engine.engine.results import EngineInfo, HistoryLength, SessionIn
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
-from inference_engine.scheduler.request import Listener
 from inference_engine.server.run import serve
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import MemoryJournal
@@ -131,21 +131,7 @@ class NullEngine(Engine):
     def reserved_by(self, owner: str) -> Bound:
         return Bound(sustained_bytes=0, peak_bytes=0)
 
-    def create_session(
-        self,
-        *,
-        strategy: KVStrategy | None = None,
-        eos_token_ids: Sequence[int] = (),
-        limit_tokens: int | None = None,
-        label: str = "",
-        owner: str = "",
-        request_id: bytes = b"",
-        guaranteed: bool | None = None,
-        model_ends: bool = False,
-        route: str = "",
-        is_transient: bool = False,
-        may_be_undone: bool = False,
-    ) -> SessionOpened:
+    def create_session(self, *, limit_tokens: int | None = None, route: str = "", **_: Any) -> SessionOpened:
         session_id = f"{route}.{next(self._ids):032x}" if route else f"{next(self._ids):032x}"
         self._lengths[session_id] = 0
         return SessionOpened(
@@ -157,32 +143,11 @@ class NullEngine(Engine):
             eos_token_ids=(),
         )
 
-    def append_once(
-        self,
-        session_id: str,
-        token_ids: Sequence[int] | TokenIds,
-        *,
-        request_id: bytes = b"",
-        expected_history_length: int | None = None,
-        owner: str = "",
-        wait_seconds: float = 0.0,
-        may_be_undone: bool = False,
-    ) -> HistoryLength:
+    def append_once(self, session_id: str, token_ids: Sequence[int] | TokenIds, **_: Any) -> HistoryLength:
         self._lengths[session_id] += len(token_ids)
         return HistoryLength(tokens=self._lengths[session_id])
 
-    def generate(
-        self,
-        session_id: str,
-        params: GenerateParams,
-        *,
-        request_id: bytes = b"",
-        resume_from: int | None = None,
-        listener: Listener | None = None,
-        owner: str = "",
-        wait_seconds: float = 0.0,
-        refuse_late: bool = False,
-    ) -> Generation:
+    def generate(self, session_id: str, params: GenerateParams, **_: Any) -> Generation:
         generation = NullGeneration()
         self._work.put((params, generation))
         return generation
