@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from inference_engine.decode.verifier import Block, Outcome
-from inference_engine.errors import InvariantViolated, NonFiniteLogits, RestorationFailed
+from inference_engine.errors import InvariantViolated, NonFiniteLogits, QuotaExceeded, RestorationFailed
 from inference_engine.kernels.sampling import Sample
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.lifecycle import Endings
@@ -68,6 +68,8 @@ class StepResults:
             except Exception as error:
                 if isinstance(error, InvariantViolated):
                     self._endings.fail_session(request, error)
+                elif isinstance(error, QuotaExceeded):
+                    self._endings.end(request, Failed(error))
                 else:
                     self._endings.fail_all([request], error)
 
@@ -102,7 +104,8 @@ class StepResults:
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             if is_stopped:
                 return tokens - 1, ()
-            self._histories.end_grants(session.owner)
+            # Again: other calls of the owner may have taken places since it began.
+            self._histories.check(session, len(request.forced.token_ids))
             session.record(request.forced.token_ids, Mark.GENERATED, began=request.began)
             request.began = None
             request.has_recorded_forced = True

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference_engine.backends.base import Step
 from inference_engine.engine import Engine
 from inference_engine.engine.generation import Generation
 from inference_engine.errors import HistoryLimit, QuotaExceeded, RequestError
@@ -203,6 +204,25 @@ def test_an_append_has_the_places_that_a_generate_was_granted_and_has_not_used()
         assert isinstance(error, QuotaExceeded)
         assert granted[0] > 46, "the Generate had places for later tokens"
         assert (len(generated), engine.history_tokens_of("")) == (6, 200)
+
+
+def test_a_score_whose_places_were_taken_meanwhile_ends_typed_and_adds_nothing() -> None:
+    began: list[str] = []
+
+    def takes_the_places(step: Step) -> None:
+        if step.logit_queries and not began:
+            began.append(engine.create_session(strategy=ENDLESS).session_id)
+            engine.append(began[0], text(45))
+
+    with tiny_engine(history_tokens_per_owner=100, on_step=takes_the_places) as engine:
+        session = opened(engine, 50)
+        scoring = engine.score(session, text(20), lambda position, logits: None)
+        with pytest.raises(QuotaExceeded, match="hold 95 tokens"):
+            list(scoring)
+        assert engine.history_tokens_of("") == 95
+        engine.close_session(began[0])
+        drain(engine.score(session, text(20), lambda position, logits: None))
+        assert engine.session_info(session).history_length == 70
 
 
 def test_a_session_that_fails_or_is_evicted_gives_its_tokens_back() -> None:
