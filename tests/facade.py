@@ -144,7 +144,7 @@ def before_each_generate(engine: Engine, task: Callable[[], object]) -> Iterator
 
 def save_copies(engine: Engine, folder: Path) -> list[Path]:
     """As if every session had been idle for long: copies of their K/V are in files and recorded. Returns the files."""
-    hibernation = engine._scheduler.copies
+    hibernation = engine._scheduler.snapshots
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     on_the_engines_thread(engine, lambda: hibernation.save_all(LIMIT_SECONDS))
     is_recorded = threading.Event()
@@ -156,7 +156,7 @@ def save_copies(engine: Engine, folder: Path) -> list[Path]:
 @contextmanager
 def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Iterator[None]:
     """As if so many tokens were computed, and so many bytes read, in a second."""
-    hibernation = engine._scheduler.copies
+    hibernation = engine._scheduler.snapshots
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     measured_read_bytes(engine)  # later it would be measured over these
     with (
@@ -168,7 +168,7 @@ def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Itera
 
 def measured_read_bytes(engine: Engine) -> float:
     """What the engine measured of its disk at its start, in bytes a second."""
-    hibernation = engine._scheduler.copies
+    hibernation = engine._scheduler.snapshots
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     hibernation._reader.submit(lambda: None).result(LIMIT_SECONDS)  # after the measurement
     return 1 / hibernation._read_seconds
@@ -176,7 +176,7 @@ def measured_read_bytes(engine: Engine) -> float:
 
 def save_some_pieces(engine: Engine, session_id: str) -> None:
     """Begin a copy of an idle session's K/V, and leave it unfinished."""
-    hibernation = engine._scheduler.copies
+    hibernation = engine._scheduler.snapshots
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
 
     def begin() -> None:

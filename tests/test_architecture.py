@@ -35,7 +35,7 @@ PRIVATE_PATCHES = 10  # in tests, of private names: lower it with each that goes
 # What a session or an engine may lack, and the files that may ask whether it is there: its own, and what composes it.
 # Elsewhere it has an object that does nothing.
 OPTIONAL = {
-    "copies": set[str](),
+    "snapshots": set[str](),
     "draft_memory": {"kv/session_kv.py", "scheduler/speculation.py"},
     "drafter": {"engine/engine.py"},
     "drafting": {"scheduler/speculation.py"},
@@ -418,7 +418,7 @@ FORBIDDEN: list[tuple[Rule, str]] = [
     (optional_mechanism, "if is_decoding and not self._speculation: pass"),
     (optional_mechanism, "memory = kv.draft_memory or NoMemory()"),
     (optional_mechanism, "kept = [each for each in sets if self.restorer()]"),
-    (optional_mechanism, "if copies := self._copies: pass"),
+    (optional_mechanism, "if snapshots := self._snapshots: pass"),
     (optional_mechanism, "if bool(self._journal): pass"),
     (optional_mechanism, "if None is not self._journal: pass"),
     (optional_mechanism, "if self._tier == None: pass"),
@@ -446,7 +446,7 @@ HARMLESS: list[tuple[Rule, str]] = [
     (optional_mechanism, "if drafter is None: pass"),  # where an engine is composed
     (optional_mechanism, "if latent is None: pass"),
     (optional_mechanism, "if limit is None: pass"),
-    (optional_mechanism, "if self._journal.keeps and not self.copies.poll(): pass"),
+    (optional_mechanism, "if self._journal.keeps and not self.snapshots.poll(): pass"),
     (optional_mechanism, "if strategy.restorer() == other.restorer(): pass"),
     (private_patch, "monkeypatch.setattr(fidelity, 'measure', measured)"),
     (private_patch, "monkeypatch.setattr(Client, '__init__', refused)"),

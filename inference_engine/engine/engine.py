@@ -31,7 +31,7 @@ from inference_engine.engine.arguments import (
 from inference_engine.engine.calls import CallOptions, Calls, SessionCall
 from inference_engine.engine.fork import open_fork, open_rewound
 from inference_engine.engine.generation import Generates, Generation
-from inference_engine.engine.memory import check_one_session_fits, grows, open_copies, open_memory
+from inference_engine.engine.memory import check_one_session_fits, grows, open_memory, open_snapshots
 from inference_engine.engine.recall import Recall
 from inference_engine.engine.results import (
     EngineInfo,
@@ -161,7 +161,7 @@ class Engine:
             timer=timer,
             drafter=self._drafter,
             constraints=self._constraints,
-            open_copies=open_copies(
+            open_snapshots=open_snapshots(
                 self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
             ),
         )
@@ -598,7 +598,7 @@ class Engine:
         if self._scheduler.is_alive:
             self._scheduler.stop()
         if not self._scheduler.is_alive:
-            self._scheduler.copies.close()
+            self._scheduler.snapshots.close()
         self._constraints.close()
         self._store.close_all()
         self._journal.stop()

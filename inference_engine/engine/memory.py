@@ -23,10 +23,10 @@ from inference_engine.kv.session_kv import bound_of, grows_with_history, whole_s
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.journal import CopyBook
 from inference_engine.session.session import Session
+from inference_engine.session.snapshots import NoSnapshots, OpenSnapshots
 from inference_engine.session.store import SessionStore
 
 _log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ def _most_tokens(strategy: KVStrategy, context: KVContext, limit_tokens: int) ->
     return bisect_right(range(1, limit_tokens + 1), context.pool.capacity_bytes, key=granted_bytes)
 
 
-def open_copies(
+def open_snapshots(
     book: CopyBook | None,
     store: SessionStore,
     context: KVContext,
@@ -155,10 +155,10 @@ def open_copies(
     config: EngineConfig,
     metrics: EngineMetrics,
     clock: Callable[[], float],
-) -> OpenCopies:
-    """What makes the copies of an engine: of none, if its settings or its journal keep no copies of K/V."""
+) -> OpenSnapshots:
+    """What makes the snapshots of an engine: none, if its settings or its journal keep no copies of K/V."""
     if book is None or config.hibernate == "never":
-        return NoCopies
+        return NoSnapshots
     facts, geometry = forward.facts, context.geometry
     made_by = {
         "weights": book.weights,

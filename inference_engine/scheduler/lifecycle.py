@@ -28,8 +28,8 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.speculation import Speculation
 from inference_engine.scheduler.stream_notify import StreamNotifier
-from inference_engine.session.copies import Copies
 from inference_engine.session.session import Session
+from inference_engine.session.snapshots import Snapshots
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Event, Failed, Finished, StopReason
 
@@ -53,10 +53,10 @@ class Endings:
         metrics: EngineMetrics,
         speculation: Speculation,
         leave: Callable[[Request], None],
-        copies: Copies,
+        snapshots: Snapshots,
     ) -> None:
         self._store = store
-        self._copies = copies
+        self._snapshots = snapshots
         self._metrics = metrics
         self._speculation = speculation
         self._leave = leave
@@ -155,7 +155,7 @@ class Endings:
 
     def _invalidate(self, session: Session) -> None:
         """Its entries may have been wrong for longer: no copy of them is used."""
-        self._copies.invalidate(session)
+        self._snapshots.invalidate(session)
 
 
 def _notify_observers(request: Request, event: Finished | Failed) -> None:
@@ -199,10 +199,10 @@ class Beginnings:
         enter: Callable[[Request], None],
         *,
         vocab_size: int,
-        copies: Copies,
+        snapshots: Snapshots,
         constraints: Constraints,
     ) -> None:
-        self._copies = copies
+        self._snapshots = snapshots
         self._constraints = constraints
         self._metrics = metrics
         self._clock = clock
@@ -217,7 +217,7 @@ class Beginnings:
         session, running = request.session, list(running)
         if session.kv.takes_room or session.kv.is_dropped:
             self._notifier.release()  # to wake, or to read a copy, may take a while
-        if not self._copies.restore(session, is_alone=not running):
+        if not self._snapshots.restore(session, is_alone=not running):
             return True
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()

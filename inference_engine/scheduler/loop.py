@@ -41,8 +41,8 @@ from inference_engine.scheduler.speculation import Drafting, Speculation, draft_
 from inference_engine.scheduler.step_time import EndPace, StepTimer
 from inference_engine.scheduler.stream_notify import StreamNotifier
 from inference_engine.scheduler.ttft_prediction import Room, TTFTPredictor
-from inference_engine.session.copies import NoCopies, OpenCopies
 from inference_engine.session.journal import Journal
+from inference_engine.session.snapshots import NoSnapshots, OpenSnapshots
 from inference_engine.session.store import SessionStore
 from inference_engine.types import Accepted, Failed, StopReason
 
@@ -92,9 +92,9 @@ class Scheduler:
         timer: StepTimer,
         drafter: Drafter,
         constraints: Constraints,
-        open_copies: OpenCopies = NoCopies,
+        open_snapshots: OpenSnapshots = NoSnapshots,
     ) -> None:
-        """open_copies: makes what saves and reads copies of K/V, which calls back when there is more to do."""
+        """open_snapshots: makes what saves and reads copies of K/V, which calls back when there is more to do."""
         self._verifier = verifier
         self._timer = timer
         self._store = store
@@ -109,8 +109,8 @@ class Scheduler:
         self._journal = journal
         self._keeps = journal.keeps
         self.notifier = StreamNotifier(journal.on_saved, journal.request_sync) if journal.keeps else StreamNotifier()
-        self.copies = open_copies(self.wake)
-        self._endings = Endings(store, metrics, self._speculation, self._leave, self.copies)
+        self.snapshots = open_snapshots(self.wake)
+        self._endings = Endings(store, metrics, self._speculation, self._leave, self.snapshots)
         self._beginnings = Beginnings(
             metrics,
             clock,
@@ -118,7 +118,7 @@ class Scheduler:
             self.notifier,
             self._enter,
             vocab_size=vocab_size,
-            copies=self.copies,
+            snapshots=self.snapshots,
             constraints=constraints,
         )
         self._batching = Batching(config, clock, self._speculation)
@@ -322,7 +322,7 @@ class Scheduler:
         self._metrics.count_steps()
         is_clean = not self._verifier.context.pool.clean(_CLEAN_BYTES)
         is_clean &= not self._store.expire()
-        return is_clean & (not self.copies.poll())
+        return is_clean & (not self.snapshots.poll())
 
     def _run_task(self) -> None:
         """The oldest one. It counts as work until it is done, and waits for the next round if this one fails before."""
@@ -664,7 +664,7 @@ class Scheduler:
                 for request in answered:
                     self._ttft.answered(request, now)
             for request in answered:
-                self.copies.prefilled(request.prefill_tokens, now - request.started_at)
+                self.snapshots.prefilled(request.prefill_tokens, now - request.started_at)
 
     def _enter(self, request: Request) -> None:
         with self._lock:
@@ -676,7 +676,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._results.count_reported()  # before its end is reported
-        self.copies.idle(request.session)
+        self.snapshots.idle(request.session)
         with self._lock:
             self._is_ending = True
             self._changes += 1

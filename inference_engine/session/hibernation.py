@@ -201,7 +201,7 @@ class _Reading:
 
 
 class Hibernation:
-    """Implements Copies. Engine's thread only, but for `wake`, which others call, and `close`, after it has ended."""
+    """Implements Snapshots. Engine's thread only, but for `wake`, which others call, and `close`, after its end."""
 
     def __init__(
         self,
@@ -467,7 +467,7 @@ class Hibernation:
         self._index.drop(session.session_id)
 
     def invalidate(self, session: Session) -> None:
-        """Entries of the session cannot be trusted, and a copy may have them: remove it."""
+        """Entries of the session cannot be trusted, and a snapshot may have them: remove it."""
         if self._saving is not None and self._saving.session is session:
             self._give_up(self._saving, "given_up")
         self._index.drop(session.session_id)

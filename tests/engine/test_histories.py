@@ -216,12 +216,12 @@ def test_a_score_whose_places_were_taken_meanwhile_ends_typed_and_adds_nothing()
 
     with tiny_engine(history_tokens_per_owner=100, on_step=takes_the_places) as engine:
         session = opened(engine, 50)
-        scoring = engine.score(session, text(20), lambda position, logits: None)
+        scoring = engine.score(session, text(20), lambda *_: None)
         with pytest.raises(QuotaExceeded, match="hold 95 tokens"):
             list(scoring)
         assert engine.history_tokens_of("") == 95
         engine.close_session(began[0])
-        drain(engine.score(session, text(20), lambda position, logits: None))
+        drain(engine.score(session, text(20), lambda *_: None))
         assert engine.session_info(session).history_length == 70
 
 

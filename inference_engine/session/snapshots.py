@@ -8,7 +8,7 @@ from typing import Protocol
 from inference_engine.session.session import Session
 
 
-class Copies(Protocol):
+class Snapshots(Protocol):
     """The engine's thread calls all of it, but `close`, after that has ended. See `Hibernation`."""
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -21,21 +21,21 @@ class Copies(Protocol):
         """Save a piece of a session. Is there more to do at once?"""
 
     def restore(self, session: Session, *, is_alone: bool) -> bool:
-        """Give an empty session the K/V of its copy, if there is one. False: it is being read; ask again."""
+        """Give an empty session the K/V of its snapshot, if there is one. False: it is being read; ask again."""
 
     def invalidate(self, session: Session) -> None:
-        """Entries of the session cannot be trusted, and a copy may have them."""
+        """Entries of the session cannot be trusted, and a snapshot may have them."""
 
     def close(self) -> None:
         """The engine's thread has ended."""
 
 
-# What keeps copies, made with what wakes the engine's thread.
-OpenCopies = Callable[[Callable[[], None]], Copies]
+# Made with what wakes the engine's thread.
+OpenSnapshots = Callable[[Callable[[], None]], Snapshots]
 
 
-class NoCopies:
-    """Implements Copies: there are none, and a session that left memory is prefilled."""
+class NoSnapshots:
+    """Implements Snapshots: there are none, and a session that left memory is prefilled."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         pass
