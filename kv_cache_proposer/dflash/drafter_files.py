@@ -10,7 +10,6 @@ It is loaded whole or not at all, and only beside the weights it was trained for
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,28 +18,31 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference_engine.models.checksums import sha256_of
-from inference_engine.models.folder import read_json
-from inference_engine.models.safetensors_header import check_safetensors
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
+from kv_cache_proposer.stored import StoredKind
 
-TENSORS = "drafter.safetensors"
-MANIFEST = "drafter.json"
-FORMAT = "kakeya-drafter"
-FORMAT_VERSION = 2
+TENSORS, MANIFEST = "drafter.safetensors", "drafter.json"
+_STORED = StoredKind(
+    tensors=TENSORS,
+    manifest=MANIFEST,
+    format="kakeya-drafter",
+    version=2,
+    made="trained",
+    foreign=ForeignDrafter,
+    missing="is no drafter",
+    remedy="train it again",
+    error=DrafterError,
+)
 
 _GROUP_SCALES, _COLUMN_SCALES = ".groups", ".columns"
 _GROUP = 64  # inputs that share a scale, at most
 # Those of ggml's IQ4_NL: nearer to one another where weights are many. The first is the furthest from 0.
 _LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]) / 127
 _SHRINKS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's largest number, by which its scale is tried
-_REMEDY = "train it again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,22 +58,10 @@ class DrafterManifest:
 
 def save_drafter(network: DFlashNetwork, folder: Path, manifest: DrafterManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no drafter."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
     tensors: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
         tensors |= _rounded(name, tensor.detach().float().cpu())
-    save_file(tensors, folder / TENSORS)
-    content = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        **asdict(manifest),
-        "network": asdict(network.config),
-        "tensors_sha256": sha256_of(folder / TENSORS),
-    }
-    draft = folder / f"{MANIFEST}.partial"
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draft.replace(folder / MANIFEST)
+    _STORED.save(folder, tensors, {**asdict(manifest), "network": asdict(network.config)})
 
 
 def load_drafter(
@@ -82,51 +72,33 @@ def load_drafter(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[DFlashNetwork, DrafterManifest]:
     """Raises ForeignDrafter for another model's, ModelError naming what is missing, damaged or of wrong shape."""
-    content = _read_manifest(folder)
-    try:
+    content = _STORED.read_manifest(folder)
+    with _STORED.parsing(folder):
         manifest = DrafterManifest(**{name: content[name] for name in DrafterManifest.__dataclass_fields__})
         config, stated_sha256 = DFlashConfig.from_json(content["network"]), str(content["tensors_sha256"])
-    except (KeyError, TypeError) as error:
-        raise DrafterError(f"{folder / MANIFEST}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
-    if manifest.target_digest != target_digest:
-        raise ForeignDrafter(
-            f"{folder}: trained for the model with digest {manifest.target_digest}, this one has {target_digest}; "
-            "train one for this model"
-        )
-    path = folder / TENSORS
-    tensors = _read_tensors(path, stated_sha256)
+    _STORED.check_target(folder, manifest.target_digest, target_digest)
+    tensors = _STORED.read_tensors(folder, stated_sha256)
     with torch.device("meta"):
         network = DFlashNetwork(config)
-    found = {name: _take(tensors, name, tensor.shape, path) for name, tensor in network.state_dict().items()}
-    if tensors:
-        raise DrafterError(f"{path}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
+    found = {name: _take(tensors, name, tensor.shape, folder) for name, tensor in network.state_dict().items()}
+    _STORED.check_all_taken(tensors, folder)
     network.load_state_dict(found, assign=True)
     return network.to(device=device, dtype=dtype).eval().requires_grad_(False), manifest
 
 
 def stored_target(folder: Path) -> str:
     """The digest of the weights that the drafter in `folder` belongs to. Raises DrafterError if there is none."""
-    return str(_read_manifest(folder).get("target_digest"))
+    return str(_STORED.read_manifest(folder).get("target_digest"))
 
 
 def stored_shape(folder: Path) -> DFlashConfig:
     """The shape of the drafter in `folder`. Raises DrafterError if there is none."""
-    return DFlashConfig.from_json(_read_manifest(folder).get("network"))
+    return DFlashConfig.from_json(_STORED.read_manifest(folder).get("network"))
 
 
 def stored_digest(folder: Path) -> str:
     """SHA-256 of the tensors of the drafter in `folder`, as it says. Raises DrafterError if there is none."""
-    return str(_read_manifest(folder).get("tensors_sha256"))
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise DrafterError(f"{folder}: no {MANIFEST}, so there is no drafter here; {_REMEDY}")
-    content: dict[str, Any] = read_json(path)
-    if (stated := (content.get("format"), content.get("format_version"))) != (FORMAT, FORMAT_VERSION):
-        raise DrafterError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
-    return content
+    return str(_STORED.read_manifest(folder).get("tensors_sha256"))
 
 
 def _rounded(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -158,39 +130,18 @@ def _group_of(shape: torch.Size) -> int:
     return math.gcd(shape[1], _GROUP)
 
 
-def _read_tensors(path: Path, stated_sha256: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise DrafterError(f"{path}: missing; {_REMEDY}")
-    check_safetensors(path)
-    if (sha256 := sha256_of(path)) != stated_sha256:
-        raise DrafterError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_REMEDY}")
-    try:
-        return load_file(path)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise DrafterError(f"{path}: damaged: {error}; {_REMEDY}") from error
-
-
-def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, path: Path) -> Tensor:
+def _take(tensors: dict[str, Tensor], name: str, shape: torch.Size, folder: Path) -> Tensor:
     """The tensor in float32."""
+
+    def take(suffix: str, dtype: torch.dtype, *stored: int) -> Tensor:
+        return _STORED.take(tensors, folder, name + suffix, (dtype,), *stored)
+
     if len(shape) != 2:
-        return _checked(tensors, name, shape, torch.float32, path)
+        return take("", torch.float32, *shape)
     count, group = shape.numel(), _group_of(shape)
-    packed = _checked(tensors, name, torch.Size([(count + 1) // 2]), torch.uint8, path)
+    packed = take("", torch.uint8, (count + 1) // 2)
     codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten()[:count]
-    group_shape = torch.Size([shape[0], shape[1] // group])
-    scales = _checked(tensors, name + _GROUP_SCALES, group_shape, torch.float16, path).float()
-    columns = _checked(tensors, name + _COLUMN_SCALES, torch.Size(shape[1:]), torch.float32, path)
-    return (_LEVELS[codes.long()].view(*group_shape, group) * scales[..., None]).view(shape) * columns
-
-
-def _checked(tensors: dict[str, Tensor], name: str, shape: torch.Size, dtype: torch.dtype, path: Path) -> Tensor:
-    tensor = tensors.pop(name, None)
-    if tensor is None:
-        raise DrafterError(f"{path}: {name} is missing; {_REMEDY}")
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise DrafterError(
-            f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}; {_REMEDY}"
-        )
-    if not bool(torch.isfinite(tensor).all()):
-        raise DrafterError(f"{path}: {name} holds NaN or infinity; {_REMEDY}")
-    return tensor
+    groups = shape[0], shape[1] // group
+    scales = take(_GROUP_SCALES, torch.float16, *groups).float()
+    columns = take(_COLUMN_SCALES, torch.float32, shape[1])
+    return (_LEVELS[codes.long()].view(*groups, group) * scales[..., None]).view(shape) * columns

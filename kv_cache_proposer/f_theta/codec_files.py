@@ -10,33 +10,35 @@ What was saved is what is loaded, bit for bit, and it is loaded whole or not at 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference_engine.models.checksums import sha256_of
-from inference_engine.models.folder import read_json
-from inference_engine.models.safetensors_header import check_safetensors
 from kv_cache_proposer.f_theta.basis import Basis
 from kv_cache_proposer.f_theta.codec import BITS, QUANTISERS, LatentCodec, coded
 from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.group_layout import Group, LayerShape
 from kv_cache_proposer.f_theta.levels import MAX_BITS
+from kv_cache_proposer.stored import StoredKind
 
-TENSORS = "latent.safetensors"
-MANIFEST = "latent.json"
-FORMAT = "kakeya-latent"
-FORMAT_VERSION = 3
-
-_REMEDY = "calibrate it again (`kakeya train latent`)"
+TENSORS, MANIFEST = "latent.safetensors", "latent.json"
+_STORED = StoredKind(
+    tensors=TENSORS,
+    manifest=MANIFEST,
+    format="kakeya-latent",
+    version=3,
+    made="calibrated",
+    foreign=ForeignLatent,
+    missing="is no latent codec",
+    remedy="calibrate it again (`kakeya train latent`)",
+    error=LatentError,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +59,15 @@ class LatentManifest:
 
 def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no codec."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
-    save_file(_tensors(codec), folder / TENSORS)
     content = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
         **asdict(manifest),
         "bytes_per_token": codec.bytes_per_token,
         "shared_bytes": codec.shared_bytes,
         "bits": codec.bits,
         "quantiser": codec.quantiser,
         "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
-        "tensors_sha256": sha256_of(folder / TENSORS),
     }
-    draft = folder / f"{MANIFEST}.partial"
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draft.replace(folder / MANIFEST)
+    _STORED.save(folder, _tensors(codec), content)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,13 +97,8 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
     Raises ForeignLatent for another model's codec, ModelError naming what is missing, damaged or cut short.
     """
     path = folder / MANIFEST
-    if not path.is_file():
-        raise LatentError(f"{folder}: no {MANIFEST}, so there is no latent codec here; {_REMEDY}")
-    content = read_json(path)
-    stated = (content.get("format"), content.get("format_version"))
-    if stated != (FORMAT, FORMAT_VERSION):
-        raise LatentError(f"{path}: format {stated} cannot be read, only {(FORMAT, FORMAT_VERSION)}; {_REMEDY}")
-    try:
+    content = _STORED.read_manifest(folder)
+    with _STORED.parsing(folder):
         codec = StatedCodec(
             folder=folder,
             manifest=LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__}),
@@ -119,22 +108,12 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
             quantiser=str(content["quantiser"]),
             tensors_sha256=str(content["tensors_sha256"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise LatentError(f"{path}: damaged: {type(error).__name__}: {error}; {_REMEDY}") from error
     if codec.bits not in BITS:
-        raise LatentError(f"{path}: bits are shared out by {codec.bits!r}, known are {', '.join(BITS)}; {_REMEDY}")
+        raise _STORED.damage(path, f"bits are shared out by {codec.bits!r}, known are {', '.join(BITS)}")
     if codec.quantiser not in QUANTISERS:
-        raise LatentError(
-            f"{path}: codes are chosen by {codec.quantiser!r}, known are {', '.join(QUANTISERS)}; {_REMEDY}"
-        )
-    if codec.manifest.target_digest != target_digest:
-        raise ForeignLatent(
-            f"{folder}: calibrated for the model with digest {codec.manifest.target_digest}, this one has "
-            f"{target_digest}; calibrate one for this model"
-        )
-    if not codec.path.is_file():
-        raise LatentError(f"{codec.path}: missing; {_REMEDY}")
-    check_safetensors(codec.path)
+        raise _STORED.damage(path, f"codes are chosen by {codec.quantiser!r}, known are {', '.join(QUANTISERS)}")
+    _STORED.check_target(folder, codec.manifest.target_digest, target_digest)
+    _STORED.check_tensors(folder)
     return codec
 
 
@@ -144,15 +123,14 @@ def load_stated(stated: StatedCodec, *, device: torch.device | str = "cpu", kern
     Raises LatentError for what is missing, damaged or of wrong shape, or of another codec now, and BackendError for
     kernels that the device cannot have.
     """
-    tensors = _read(stated.path, stated.tensors_sha256)
-    found = [_take_group(tensors, index, group, stated.path) for index, group in enumerate(stated.groups)]
-    if tensors:
-        raise LatentError(f"{stated.path}: unknown tensors: {', '.join(sorted(tensors))}; {_REMEDY}")
+    tensors = _STORED.read_tensors(stated.folder, stated.tensors_sha256)
+    found = [_take_group(tensors, index, group, stated.folder) for index, group in enumerate(stated.groups)]
+    _STORED.check_all_taken(tensors, stated.folder)
     codec = coded([basis for basis, _ in found], [widths for _, widths in found], stated.bits, stated.quantiser)
     if codec.bytes_per_token != stated.bytes_per_token:
-        raise LatentError(
-            f"{stated.folder}: its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says "
-            f"{stated.bytes_per_token}; {_REMEDY}"
+        raise _STORED.damage(
+            stated.folder,
+            f"its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated.bytes_per_token}",
         )
     return codec.to(device, kernels)
 
@@ -185,31 +163,8 @@ def _matrices(index: int) -> tuple[tuple[str, str], tuple[str, str]]:
     )
 
 
-def _read(path: Path, stated_sha256: str) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise LatentError(f"{path}: missing; {_REMEDY}")
-    check_safetensors(path)
-    if (sha256 := sha256_of(path)) != stated_sha256:
-        raise LatentError(f"{path}: SHA-256 is {sha256}, {MANIFEST} says {stated_sha256}; {_REMEDY}")
-    try:
-        return load_file(path)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise LatentError(f"{path}: damaged: {error}; {_REMEDY}") from error
-
-
-def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path) -> tuple[Basis, tuple[int, ...]]:
-    def take(name: str, dtypes: tuple[torch.dtype, ...], *shape: int) -> Tensor:
-        tensor = tensors.pop(name, None)
-        if tensor is None:
-            raise LatentError(f"{path}: {name} is missing; {_REMEDY}")
-        if tensor.shape != shape or tensor.dtype not in dtypes:
-            raise LatentError(
-                f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {list(shape)}; {_REMEDY}"
-            )
-        if not bool(torch.isfinite(tensor).all()):
-            raise LatentError(f"{path}: {name} holds NaN or infinity; {_REMEDY}")
-        return tensor
-
+def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Path) -> tuple[Basis, tuple[int, ...]]:
+    take = partial(_STORED.take, tensors, folder)
     prefix = f"group.{index}"
     single = (torch.float32,)
     deviations = tensors.get(f"{prefix}.deviations")
@@ -240,5 +195,5 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, path: Path
     )
     bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
     if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):
-        raise LatentError(f"{path}: {prefix}.bits must fall from at most {MAX_BITS} to at least 1; {_REMEDY}")
+        raise _STORED.damage(folder / TENSORS, f"{prefix}.bits must fall from at most {MAX_BITS} to at least 1")
     return basis, bits
