@@ -135,10 +135,6 @@ class Writer:
             self._is_sync_requested = True
             self._wake.notify()
 
-    @property
-    def is_saved(self) -> bool:
-        return self._saved == self._recorded
-
     def is_behind(self) -> bool:
         return self.is_full or bool(self.failure) or self._waiting > _MOST_WAITING
 

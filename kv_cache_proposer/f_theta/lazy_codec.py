@@ -50,10 +50,6 @@ class LateCodec:
     def least_bytes_per_token(self) -> int:
         return len(self._stated.groups) * (SCALE_BYTES + 1)
 
-    @property
-    def is_loaded(self) -> bool:
-        return self._codec is not None
-
     def load(self) -> LatentCodec:
         """The codec itself. Raises LatentError, or BackendError for kernels that the device cannot have."""
         if (codec := self._codec) is not None:
