@@ -33,6 +33,7 @@ from laboratory.evaluation.schemas import Schema, begins_validly, is_valid, sche
 SEED = 1
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=SEED)}
 FREE, HELD = "free", "constrained"
+PARTS = ("gain", "cost", "valid")
 # Inside it nearly every token may follow, and none must.
 LONG_STRING = {"type": "string", "minLength": 4000}
 FIXED_KEYS = {
@@ -179,6 +180,7 @@ def gain(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is measured (default: all)")
     parser.add_argument("--schemas", type=int, default=500, metavar="N")
     parser.add_argument("--control", type=int, default=100, metavar="N", help="of them, without the constraint, too")
     parser.add_argument("--most", type=int, default=400, metavar="N", help="tokens of an output")
@@ -212,10 +214,13 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     engine_config = EngineConfig(kv_bytes=2**30, max_batch=64, max_running=64, max_queued=256)
     with replace(parts, end_ids=stop_ids(folder, tokenizer)).engine(engine_config) as engine:
         bench = Bench(engine, tokenizer, arguments.together)
-        values |= gain(bench, arguments.rounds)
-        values |= cost(bench, arguments.sessions, arguments.tokens, arguments.rounds)
-        save(payload)
-        for name, sampling in SAMPLINGS.items():
+        if "gain" in arguments.parts:
+            values |= gain(bench, arguments.rounds)
+        if "cost" in arguments.parts:
+            values |= cost(bench, arguments.sessions, arguments.tokens, arguments.rounds)
+        if values:
+            save(payload)
+        for name, sampling in SAMPLINGS.items() if "valid" in arguments.parts else ():
             try:
                 held = bench.validity(arguments.schemas, arguments.most, sampling, is_held=True)
             except InvalidConstraint as error:
