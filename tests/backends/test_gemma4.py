@@ -20,7 +20,7 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.types import ModelFacts
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.admissions import admitted_once
 from tests.further import further
@@ -177,7 +177,7 @@ def test_entries_that_several_layers_read_are_stored_and_counted_once(
     served: dict[str, tuple[PreTrainedModel, TorchForward]],
 ) -> None:
     _, forward = served["small"]
-    geometry = forward.geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = forward.geometry(**PAGES)
     assert geometry.reads == (0, 1, 2, 3, 2, 2, 2, 3)
     assert [(layer.kv_heads, layer.head_dim, layer.native_window) for layer in geometry.layers] == [
         (1, 16, 24),
@@ -198,7 +198,7 @@ def test_entries_that_several_layers_read_are_stored_and_counted_once(
 def test_options_of_strategies_number_the_layers_of_the_model(
     served: dict[str, tuple[PreTrainedModel, TorchForward]],
 ) -> None:
-    geometry = served["small"][1].geometry(mode=Mode.BATCHED, **PAGES)
+    geometry = served["small"][1].geometry(**PAGES)
     last = parse_strategy("layer_window:sink=2,window=8,full_layers=7")  # which reads what layer 3 keeps
     last.check(geometry)
     assert [last.rule(layer, geometry).window for layer in (2, 3)] == [None, None]
