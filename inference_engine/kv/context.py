@@ -369,10 +369,7 @@ class DraftMemory(Part):
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
-    def rewind(self, at: int, length: int) -> None:
-        self.clear()
-
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self.clear()
 
     @abstractmethod

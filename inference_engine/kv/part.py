@@ -10,8 +10,8 @@ the layers it belongs to (`parts/layer_part.py`). `SessionKV` is a loop over par
     commit           keeps what was accepted, wipes the rest, evicts                seq_rm
     save    load     its state as tensors, to a file and back                       state_write, state_read
     copy_from        the same from another session, for a fork                      seq_cp
-    rewind           goes back to an earlier length, where all of it is there       seq_rm
-    forget  release  goes back to an empty history; gives everything back           clear
+    forget           goes back to an earlier length (can_rewind), or to none        seq_rm, clear
+    release          gives everything back                                          (the destructor)
     runs    report   what it holds of the pool; bytes in use, and what it counts    memory_breakdown
 
 What it takes is a `Need`, known before there is a session, as from vLLM's `KVCacheSpec`.
@@ -133,12 +133,12 @@ class Part(ABC):
         """Is all there, while idle after a history of `length`, that would be there after its first `at` tokens?"""
         return False
 
-    def rewind(self, at: int, length: int) -> None:
-        """Only if so, and while idle: go back to the state after the first `at` tokens of a history of `length`."""
-
     @abstractmethod
-    def forget(self, floor: int, length: int) -> None:
-        """Forget entries from `floor` on of a history that reached `length`. Idle afterwards."""
+    def forget(self, at: int, length: int) -> None:
+        """Go back to the state after the first `at` tokens of a history that reached `length`. Idle afterwards.
+
+        at: one to which it can rewind; what other sessions read ends there; or 0, as an empty session.
+        """
 
     @abstractmethod
     def release(self) -> None:

@@ -13,6 +13,7 @@ it. An active session is a session like any other.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -70,7 +71,7 @@ class SessionKV:
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
         self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.stage`)
-        self._tables: tuple[LayerEntries, ...] = ()  # of that time
+        self._tables: tuple[LayerEntries, ...] = ()  # of the regions that positions were staged in last
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
@@ -296,7 +297,7 @@ class SessionKV:
         self.evicted = self.strategy.evicted(self.context.geometry, at)
         self._end_quiet()
         for part in self.parts:
-            part.rewind(at, length)
+            part.forget(at, length)
 
     @property
     def shared_bytes(self) -> int:
@@ -542,18 +543,20 @@ class SessionKV:
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
         self.staged_generated = np.zeros(count, dtype=np.bool_) if generated is None else generated
+        until = sys.maxsize
         try:
-            until = min([part.stage(positions, self.staged_generated) for part in self.parts])
+            for part in self.parts:
+                until = min(until, part.stage(positions, self.staged_generated))
         except BaseException:
             for archived in self._archived:
                 archived.take_back(first)
             raise
-        tables = self.groups
-        for group in tables:
+        self._tables = self.groups
+        for group in self._tables:
             group.enter(positions)
         self.staged = count
         if count == 1 and self.staged_generated[0] and self._replayed is None:
-            self._quiet_until, self._tables = min(until, self._most_quiet(first)), tables
+            self._quiet_until = min(until, self._most_quiet(first))
 
     def _most_quiet(self, position: int) -> int:
         segment = self.context.geometry.segment_tokens
@@ -566,7 +569,7 @@ class SessionKV:
 
     def _end_quiet(self) -> None:
         """More happens than that tokens are entered in the tables."""
-        self._quiet_until, self._quiet_footprint, self._tables = 0, None, ()
+        self._quiet_until, self._quiet_footprint = 0, None
 
     def commit(self, length: int) -> None:
         """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
@@ -591,7 +594,7 @@ class SessionKV:
                 self.evicted = self.strategy.evicted(self.context.geometry, length)
         # The tables first, the device second: if the device fails, the tables are right.
         if len(rejected):
-            for group in self.groups:
+            for group in self._tables:
                 group.reject(rejected)
         for part in self.parts:
             part.commit(before, length, rejected)
@@ -617,7 +620,7 @@ class SessionKV:
     def release(self) -> None:
         """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
         parts, self.parts = self.parts, ()
-        self._resident, self._archived, self.draft_memory = (), (), None
+        self._resident, self._archived, self._tables, self.draft_memory = (), (), (), None
         prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
         granted, self._granted_apart = self._granted_apart, 0

@@ -202,18 +202,16 @@ class ArchivedEntries(ArchivedPart):
         """What was archived since is exact nowhere."""
         return all(exact.regions.can_rewind(at, length) for exact in self._sets)
 
-    def rewind(self, at: int, length: int) -> None:
-        for exact in self._sets:
-            exact.regions.rewind(at, length)
-
     def _kept(self, length: int) -> list[Positions]:
         """The archived positions of a history of `length`, per set of layers."""
         return [exact.leaving(0, length) for exact in self._sets]
 
-    def forget(self, floor: int, length: int) -> None:
-        for exact in self._sets:
-            exact.wipe()
-        self._archive.forget()
+    def forget(self, at: int, length: int) -> None:
+        with ExitStack() as stack:
+            for exact in self._sets:
+                stack.callback(exact.regions.forget, at, length)
+            if not at:
+                stack.callback(self._archive.forget)
 
     @property
     def runs(self) -> Sequence[Run]:

@@ -169,11 +169,8 @@ class BlockIndex(LayerPart):
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
-    def rewind(self, at: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self._slots.wipe(self._places(length)[at // self._selector.block :])
-
-    def forget(self, floor: int, length: int) -> None:
-        self._slots.wipe(self._places(length))
 
     def report(self, held: Held, length: int, end: int) -> None:
         held.add(bounds=length // self._selector.block * self._slots.entry_bytes)

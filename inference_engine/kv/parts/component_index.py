@@ -366,15 +366,10 @@ class ComponentIndex(LayerPart):
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
-    def rewind(self, at: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         for written, kept in zip(self._written(length), self._written(at), strict=True):
             for half, first in zip(written, kept, strict=True):
                 half[len(first) :].zero_()
-
-    def forget(self, floor: int, length: int) -> None:
-        for own in self._written(length):
-            for half in own:
-                half.zero_()
 
     def report(self, held: Held, length: int, end: int) -> None:
         written = next(iter(self._written(length)))

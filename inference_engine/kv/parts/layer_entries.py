@@ -307,21 +307,13 @@ class LayerEntries(LayerSlots, Part):
         has_all = max(layout.sink, layout.horizon(at)) == max(layout.sink, layout.horizon(length))
         return has_all and all(part.can_rewind(at, length) for part in self.parts)
 
-    def rewind(self, at: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         slots = np.flatnonzero(self.held >= at)
         copies = self.layout.capacity + np.arange(min(self.layout.spare, at), min(self.layout.spare, length))
         self.held[slots] = -1
-        self.wipe(np.concatenate([slots, copies]))
-        for part in self.parts:
-            part.rewind(at, length)
-
-    def forget(self, floor: int, length: int) -> None:
-        slots = np.flatnonzero(self.held >= floor)
-        copies = self.layout.capacity + np.arange(min(self.layout.spare, length), dtype=np.int64)
-        self.held[slots] = -1
         with ExitStack() as stack:
             for part in self.parts:
-                stack.callback(part.forget, floor, length)
+                stack.callback(part.forget, at, length)
             stack.callback(self.wipe, np.concatenate([slots, copies]))
 
     # -- facts -----------------------------------------------------------------------------------------------------

@@ -341,18 +341,11 @@ class OffloadedEntries:
             self._load(layer, before)
         self._trail.clear()
 
-    def rewind(self) -> None:
-        """The history is shorter, by no entry that is stored. Fetched blocks leave: later tokens have chosen them."""
-        self._empty_places()
+    def forget(self, at: int) -> None:
+        """The history ends at `at`, behind all that is stored, or nowhere: then nothing is stored any more.
 
-    def forget(self) -> None:
-        """Drop all entries and fetched blocks."""
-        self._empty_places()
-        self.end = self.layout.sink
-        self._recorded = 0
-        self._store.clear()
-
-    def _empty_places(self) -> None:
+        Fetched blocks leave: later tokens have chosen them.
+        """
         was_by_numbers = self._is_by_numbers
         self._read_by_views()
         for layer, places in self._places.items():
@@ -361,6 +354,10 @@ class OffloadedEntries:
             self._places[layer] = np.full_like(places, -1)
             self._load(layer, before)
         self._trail.clear()
+        if not at:
+            self.end = self.layout.sink
+            self._recorded = 0
+            self._store.clear()
 
     def release(self) -> None:
         self._store.close()
@@ -475,14 +472,10 @@ class OffloadedBlocks(BlockIndex):
         super().load(length, saved)
         self._offloaded.load(saved["offloaded"])
 
-    def rewind(self, at: int, length: int) -> None:
-        super().rewind(at, length)
-        self._offloaded.rewind()
-
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         with ExitStack() as stack:
-            stack.callback(self._offloaded.forget)
-            super().forget(floor, length)
+            stack.callback(self._offloaded.forget, at)
+            super().forget(at, length)
 
     def release(self) -> None:
         self._offloaded.release()

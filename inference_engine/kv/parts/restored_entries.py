@@ -98,14 +98,10 @@ class RestoredEntries(ArchivedEntries):
         super().load(length, saved)
         self._idle_length = length
 
-    def rewind(self, at: int, length: int) -> None:
-        super().rewind(at, length)
-        self._idle_length = at
-
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self._drop_regions()
-        super().forget(floor, length)
-        self._idle_length = 0
+        super().forget(at, length)
+        self._idle_length = at
 
     def release(self) -> None:
         try:

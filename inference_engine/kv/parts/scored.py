@@ -141,7 +141,7 @@ class ScoredEntries(LayerPart):
         """Places change hands when entries leave."""
         return True
 
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self._asked = {}
 
 

@@ -109,8 +109,8 @@ class SelectedEntries(StreamedEntries):
         except Exception as error:
             raise RestorationFailed(error) from error
 
-    def forget(self, floor: int, length: int) -> None:
-        super().forget(floor, length)
+    def forget(self, at: int, length: int) -> None:
+        super().forget(at, length)
         self._finite.forget()
 
     def commit(self, before: int, length: int, rejected: Positions) -> None:

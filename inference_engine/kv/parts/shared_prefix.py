@@ -133,7 +133,7 @@ class PrefixEntries(LayerPart):
     def can_rewind(self, at: int, length: int) -> bool:
         return at >= self._prefix.end
 
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         """Nothing to do: other sessions own the entries."""
 
 

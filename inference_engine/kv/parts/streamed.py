@@ -77,7 +77,7 @@ class StreamedReads(LayerPart):
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         """Nothing to do: the archive forgets."""
 
 
@@ -143,12 +143,12 @@ class StreamedEntries(ArchivedEntries):
         assert self._ahead is None, "entries are out of their slots"
         self._drop_room()
 
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self._ahead = None
         for regions in self.regions:
             regions.moved_out = None
         self._drop_room()
-        super().forget(floor, length)
+        super().forget(at, length)
 
     def release(self) -> None:
         try:

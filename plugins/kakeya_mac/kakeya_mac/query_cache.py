@@ -169,7 +169,7 @@ class QueryCache(LayerPart):
     def load(self, length: int, saved: Saved) -> None:
         self._past.load(saved["query_cache"])
 
-    def forget(self, floor: int, length: int) -> None:
+    def forget(self, at: int, length: int) -> None:
         self._past.forget()
 
     def report(self, held: Held, length: int, end: int) -> None:
