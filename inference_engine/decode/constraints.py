@@ -200,7 +200,7 @@ class TextAutomaton:
 
     @property
     def may_end(self) -> bool:
-        return self._matcher.is_accepting()
+        return self.is_over or self._matcher.is_accepting()
 
     @property
     def broken(self) -> str:

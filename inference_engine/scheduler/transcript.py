@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import replace
 
-from inference_engine.decode.constraints import Grammar
+from inference_engine.decode.constraints import Automaton, Grammar
 from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
 from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
@@ -100,9 +100,12 @@ class Transcript:
             return
         self.params, self._grammar = params, grammar
         history, longest = self.session.history, self.session.longest
+        automaton = None if grammar is None else self._matched(grammar)
         reason: StopReason | None = None
         if history[self.end_position - 1] in self.session.eos_token_ids | frozenset(params.stop_token_ids):
             reason = StopReason.EOS
+        elif automaton is not None and automaton.is_over:
+            reason = StopReason.CONSTRAINT
         elif self._tokens >= params.max_tokens:
             reason = StopReason.MAX_TOKENS
         elif longest is not None and self.end_position >= longest:
@@ -120,13 +123,15 @@ class Transcript:
                 cached_tokens=0,
                 attended_positions=0,
                 evicted_positions=0,
-                fits_constraint=None if grammar is None else reason is StopReason.EOS or self._fits(grammar),
+                fits_constraint=None if automaton is None else reason is StopReason.EOS or automaton.may_end,
             )
 
-    def _fits(self, grammar: Grammar) -> bool:
+    def _matched(self, grammar: Grammar) -> Automaton:
+        """After all tokens but one that ends the Generate."""
         automaton = grammar.start()
-        ids = self.session.history.ids(self.first_position, self.end_position).tolist()
-        return all(map(automaton.consume, ids)) and automaton.may_end
+        for token_id in self.session.history.ids(self.first_position, self.end_position).tolist():
+            automaton.consume(token_id)
+        return automaton
 
     @property
     def end_position(self) -> int:

@@ -138,6 +138,13 @@ def test_a_constrained_generate_goes_on_where_it_was_stopped_or_killed(
         events_again = drain(engine.generate(session, params, request_id=REQUEST))
         assert [token for token, _ in tokens(events_again)] == whole
         assert isinstance(events_again[-1], Finished) and events_again[-1].fits_constraint
+        engine.append(session, [1, 2])
+    with keeping(killed, make=constrained) as engine:  # complete, and the history has gone on
+        engine.recall(session)
+        replayed = drain(engine.generate(session, params, request_id=REQUEST))
+        assert [token for token, _ in tokens(replayed)] == whole
+        assert isinstance(replayed[-1], Finished) and replayed[-1].fits_constraint
+        assert replayed[-1].stop_reason is events_again[-1].stop_reason
 
 
 @each_kind
