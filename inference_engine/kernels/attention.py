@@ -1,6 +1,7 @@
 """Attention of one session's queries over its KV entries, grouped-query (GQA) or multi-head.
 
-    queries [T, Hq, D] · keys, values [Hkv, S, D] · mask [T, S] additive, or None when every query sees every key
+    queries [T, Hq, Dk] · keys [Hkv, S, Dk] · values [Hkv, S, Dv]
+    mask [T, S] additive, or None when every query sees every key
 
 Query heads come in groups of `Hq // Hkv` per KV head, as in grouped-query attention (Ainslie et al., arXiv
 2305.13245). The group is folded into the query dimension, so K and V are read once per KV head, without a copy.
@@ -43,7 +44,7 @@ def attend(
     softcap: float | None = None,
     head_sinks: Tensor | None = None,
 ) -> Tensor:
-    """Softmax attention; returns [T, Hq, D] in the dtype of `queries`.
+    """Softmax attention; returns [T, Hq, Dv] in the dtype of `queries`.
 
     mask: 0 where a query sees a key, -inf where not; every query must see at least one key.
     softcap: scores become softcap · tanh(scores / softcap) before the mask (Gemma 2).
@@ -62,7 +63,7 @@ def attend(
         out = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scaling)
     else:
         out = _attend_spelled_out(folded, keys, values, mask, scaling, softcap, head_sinks)
-    return out.reshape(query_heads, query_count, head_dim).transpose(0, 1)
+    return out.reshape(query_heads, query_count, -1).transpose(0, 1)
 
 
 def attend_causal(
@@ -90,7 +91,7 @@ def attend_causal(
     # KV heads are the batch, and the heads of a group read the same ones: a stride of 0 instead of a copy.
     group = query_heads // kv_heads
     grouped = queries.transpose(0, 1).reshape(kv_heads, group, query_count, head_dim)
-    shared = (kv_heads, group, count, head_dim)
+    shared = (kv_heads, group, count, -1)
     out: Tensor = F.scaled_dot_product_attention(
         grouped,
         keys[:, None].expand(shared),
@@ -99,7 +100,7 @@ def attend_causal(
         is_causal=query_count == count,
         scale=scaling,
     )
-    return out.permute(2, 0, 1, 3).reshape(query_count, query_heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(query_count, query_heads, -1)
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:

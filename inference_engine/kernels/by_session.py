@@ -28,21 +28,13 @@ from inference_engine.kernels.reads import (
     START,
     UPTO,
     AttentionByRecord,
+    AttentionCall,
 )
 
 
-def _attend_regions(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None,
-) -> None:
+def _attend_regions(call: AttentionCall, out: Tensor) -> None:
     """Implements RegionKernel, on a CPU."""
+    queries, lines = call.queries, call.lines
     out.zero_()
     alike = lines[:, [START, HEAD_SLOTS, COUNT, KIND]]
     ends = torch.nonzero((alike[1:] != alike[:-1]).any(1)).flatten() + 1
@@ -53,8 +45,9 @@ def _attend_regions(
             continue
         mask = torch.zeros(len(own), int(own[0, COUNT]), dtype=queries.dtype)
         mask.masked_fill_(~torch.from_numpy(seen_by(own.numpy())), float("-inf"))
-        index = _slots(own[0].tolist(), kv_heads)
-        out[first:end] = attend(queries[first:end], keys[index], values[index], mask, scaling=scaling, softcap=softcap)
+        index = _slots(own[0].tolist(), call.kv_heads)
+        entries = call.keys[index], call.values[index]
+        out[first:end] = attend(queries[first:end], *entries, mask, scaling=call.scaling, softcap=call.softcap)
 
 
 attend_by_session = AttentionByRecord(name="by session", regions=_attend_regions)

@@ -17,6 +17,7 @@ blocks and top-k distant blocks under bounds scores).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,17 +129,17 @@ def entries_read(kept: Tensor, always: Always, *, block: int, count: int) -> tup
 def gather_vectors(states: Tensor, indices: Tensor) -> Tensor:
     """Vectors `indices` [T, Hkv, R] of `states` [Hkv, S, D] -> [T, Hkv, R, D], a copy.
 
-    Vectors must be contiguous, and whole numbers of vectors apart, as in the buffer or any projection.
+    Vectors must be contiguous.
     """
     heads, count, head_dim = states.shape
     by_head, by_entry, by_channel = states.stride()
-    assert by_channel == 1 and by_head % head_dim == by_entry % head_dim == 0, f"strides {states.stride()}"
+    assert by_channel == 1, f"strides {states.stride()}"
     # Selecting whole vectors of one flat view is a memory copy; indexing by head and position copies element by
     # element.
-    last = (heads - 1) * by_head + (count - 1) * by_entry
-    flat = states.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
-    head_starts = torch.arange(heads, device=indices.device)[:, None] * (by_head // head_dim)
-    picked = flat.index_select(0, (head_starts + indices * (by_entry // head_dim)).flatten())
+    row, last = math.gcd(by_head, by_entry), (heads - 1) * by_head + (count - 1) * by_entry
+    flat = states.as_strided((last // row + 1, head_dim), (row, 1))
+    head_starts = torch.arange(heads, device=indices.device)[:, None] * (by_head // row)
+    picked = flat.index_select(0, (head_starts + indices * (by_entry // row)).flatten())
     return picked.view(*indices.shape, head_dim)
 
 

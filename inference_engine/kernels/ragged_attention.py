@@ -30,6 +30,7 @@ from inference_engine.kernels.reads import (
     START,
     UPTO,
     AttentionByRecord,
+    AttentionCall,
     BlockRead,
     OffloadedBlockRead,
     StagedRead,
@@ -39,58 +40,37 @@ _KEPT, _LOCAL, _BLOCK, _BOUNDS = (BlockRead.word(name) for name in BlockRead.WOR
 _PLACES, _OFFLOADED_END = OffloadedBlockRead.word("PLACES"), OffloadedBlockRead.word("OFFLOADED_END")
 
 
-def _attend_regions(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None,
-) -> None:
+def _attend_regions(call: AttentionCall, out: Tensor) -> None:
     """Implements RegionKernel."""
+    queries = call.queries
     out.zero_()
-    for query, numbers in enumerate(lines.tolist()):
+    for query, numbers in enumerate(call.lines.tolist()):
         count = numbers[COUNT]
         if not count or numbers[KIND]:
             continue
         slots = torch.arange(count, device=queries.device)
-        heads = torch.arange(kv_heads, device=queries.device)[:, None]
+        heads = torch.arange(call.kv_heads, device=queries.device)[:, None]
         mask = torch.zeros(1, count, dtype=queries.dtype, device=queries.device)
         mask.masked_fill_(~seen(slots, numbers)[None], float("-inf"))
         before = numbers[PREFIX_START] + heads * numbers[PREFIX_HEAD_SLOTS]
         own = numbers[START] + heads * numbers[HEAD_SLOTS]
         index = torch.where(slots < numbers[BASE], before + slots, own + slots - numbers[BASE])  # [Hkv, count]
-        out[query : query + 1] = attend(
-            queries[query : query + 1], keys[index], values[index], mask, scaling=scaling, softcap=softcap
-        )
+        one, entries = queries[query : query + 1], (call.keys[index], call.values[index])
+        out[query : query + 1] = attend(one, *entries, mask, scaling=call.scaling, softcap=call.softcap)
 
 
-def attend_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None,
-    read: StagedRead,
-    serves_all: bool = False,
-) -> None:
+def attend_blocks(call: AttentionCall, out: Tensor, read: StagedRead, *, serves_all: bool = False) -> None:
     """Implements ReadKernel, for BlockRead and OffloadedBlockRead."""
     assert not serves_all, "it leaves other queries to their own kernels"
+    queries, keys, values, scaling = call.queries, call.keys, call.values, call.scaling
     own = {BlockRead.NUMBER, read.record.NUMBER}
-    for query, numbers in enumerate(lines.tolist()):
+    for query, numbers in enumerate(call.lines.tolist()):
         if not numbers[COUNT] or numbers[KIND] not in own:
             continue
         is_offloaded = numbers[KIND] == OffloadedBlockRead.NUMBER
         count = numbers[COUNT] = numbers[UPTO] + 1 if is_offloaded else numbers[COUNT]
         one = queries[query : query + 1]
-        heads = numbers[START] + torch.arange(kv_heads, device=queries.device)[:, None] * numbers[HEAD_SLOTS]
+        heads = numbers[START] + torch.arange(call.kv_heads, device=queries.device)[:, None] * numbers[HEAD_SLOTS]
         is_read = kept(one, keys, values, heads, numbers, scaling=scaling)
         if is_offloaded:
             entries = entries_by_position(
@@ -106,7 +86,7 @@ def attend_blocks(
         else:
             index = heads + torch.arange(count, device=queries.device)
             entries = keys[index], values[index]
-        state, _ = masked_attend(one, *entries, is_read, scaling=scaling, softcap=softcap)
+        state, _ = masked_attend(one, *entries, is_read, scaling=scaling, softcap=call.softcap)
         out[query] = state[0].to(out.dtype)
 
 

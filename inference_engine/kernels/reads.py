@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, Protocol
@@ -215,67 +215,86 @@ def _order(record: ReadRecord) -> tuple[int, str]:
     return record.NUMBER, repr(record)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """Attention of single queries, each over what its line says.
+
+    queries [N, Hq, Dk] · keys [R, Dk], values [R, Dv], vectors of the pool · lines [N, FIELDS]. Vectors lie as far
+    apart in values as in keys. kv_heads: Hkv. reads: the records of the step but plain ones.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    lines: Tensor
+    _: KW_ONLY
+    kv_heads: int
+    scaling: float
+    softcap: float | None = None
+    reads: Sequence[StagedRead] = ()
+
+    def __post_init__(self) -> None:
+        assert self.keys.stride() == self.values.stride() == (self.row, 1), "vectors lie differently"
+
+    @property
+    def row(self) -> int:
+        """Numbers from one vector to the next."""
+        return self.keys.stride(0)
+
+    @property
+    def head_dim(self) -> int:
+        return self.queries.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.queries.shape[1] // self.kv_heads
+
+    @property
+    def cap(self) -> float:
+        """For kernels; 0: none."""
+        return 0.0 if self.softcap is None else self.softcap
+
+    def ready(self) -> AttentionCall:
+        """With queries and lines contiguous, as kernels take them."""
+        if self.queries.is_contiguous() and self.lines.is_contiguous():
+            return self
+        return replace(self, queries=self.queries.contiguous(), lines=self.lines.contiguous())
+
+    def of(self, some: slice) -> AttentionCall:
+        """Of these queries alone."""
+        return replace(self, queries=self.queries[some], lines=self.lines[some])
+
+    def new_out(self) -> Tensor:
+        """[N, Hq, Dv], not filled."""
+        return self.queries.new_empty((*self.queries.shape[:2], self.values.shape[1]))
+
+
 class ReadKernel(Protocol):
-    """Fills `out` for the queries that read as `read`. queries, lines, out: contiguous.
+    """Fills `out` [N, Hq, Dv] for the queries that read as `read`. Queries, lines, out: contiguous.
 
     serves_all: also for all others, which read all they see. Otherwise theirs stays.
     """
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lines: Tensor,
-        out: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None,
-        read: StagedRead,
-        serves_all: bool,
-    ) -> None: ...
+    def __call__(self, call: AttentionCall, out: Tensor, read: StagedRead, *, serves_all: bool) -> None: ...
 
 
 class RegionKernel(Protocol):
     """Fills `out` for the queries that read all they see in their regions, with zeros for the others."""
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lines: Tensor,
-        out: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None,
-    ) -> None: ...
+    def __call__(self, call: AttentionCall, out: Tensor) -> None: ...
 
 
 class RaggedAttention(Protocol):
-    """Attention of all queries of a step, each over what its line says. An executor's is known by its `name`."""
+    """Attention of all queries of a step. An executor's is known by its `name`."""
 
     @property
     def name(self) -> str: ...
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lines: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None = None,
-        reads: Sequence[StagedRead] = (),
-    ) -> Tensor:
-        """queries [N, Hq, D] · keys, values [R, D], the buffers · lines [N, FIELDS]. kv_heads: Hkv.
+    def __call__(self, call: AttentionCall) -> Tensor:
+        """[N, Hq, Dv] in the dtype of the queries. A query whose count is 0 gets zeros.
 
-        reads: the records of the step but plain ones. A query whose count is 0 gets zeros. Returns [N, Hq, D] in the
-        dtype of `queries`. Raises BackendError, naming it, for a record that is not supported.
+        Raises BackendError, naming it, for a record that is not supported.
         """
 
     def supports(self, record: ReadRecord) -> bool:
@@ -296,37 +315,15 @@ class AttentionByRecord:
     def supports(self, record: ReadRecord) -> bool:
         return isinstance(record, RegionRead) or self.name in record.KERNELS
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lines: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None = None,
-        reads: Sequence[StagedRead] = (),
-    ) -> Tensor:
-        require_support(self, reads)
-        queries, lines = queries.contiguous(), lines.contiguous()
-        out = queries.new_empty(queries.shape)
-        is_alone = len(reads) == 1 and len(queries) <= self.alone_upto
+    def __call__(self, call: AttentionCall) -> Tensor:
+        require_support(self, call.reads)
+        call = call.ready()
+        out = call.new_out()
+        is_alone = len(call.reads) == 1 and len(call.queries) <= self.alone_upto
         if not is_alone:
-            self.regions(queries, keys, values, lines, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
-        for read in reads:
-            _kernel(type(read.record), self.name)(
-                queries,
-                keys,
-                values,
-                lines,
-                out,
-                kv_heads=kv_heads,
-                scaling=scaling,
-                softcap=softcap,
-                read=read,
-                serves_all=is_alone,
-            )
+            self.regions(call, out)
+        for read in call.reads:
+            _kernel(type(read.record), self.name)(call, out, read, serves_all=is_alone)
         return out
 
 

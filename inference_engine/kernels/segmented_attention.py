@@ -48,7 +48,7 @@ def attend_parts(
     out: Tensor = shares[0] @ parts[0].values.to(dtype)
     for part, share in zip(parts[1:], shares[1:], strict=False):
         out = torch.baddbmm(out, share, part.values.to(dtype))
-    return out.reshape(query_heads, query_count, head_dim).transpose(0, 1)
+    return out.reshape(query_heads, query_count, -1).transpose(0, 1)
 
 
 def _scores(folded: Tensor, part: AttentionSegment, query_count: int, softcap: float | None) -> Tensor:

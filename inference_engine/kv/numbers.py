@@ -30,6 +30,7 @@ from inference_engine.kernels.reads import (
     SINK_FLOOR,
     START,
     UPTO,
+    AttentionCall,
     RaggedAttention,
     StagedRead,
 )
@@ -188,14 +189,16 @@ class StepTables:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
         buffer = self.buffer(layer)
         return self.attention(
-            queries[0].transpose(0, 1),
-            buffer.keys,
-            buffer.values,
-            self.regions[layer],
-            kv_heads=self.geometry.layers[layer].kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            reads=self.reads,
+            AttentionCall(
+                queries[0].transpose(0, 1),
+                buffer.keys,
+                buffer.values,
+                self.regions[layer],
+                kv_heads=self.geometry.layers[layer].kv_heads,
+                scaling=scaling,
+                softcap=softcap,
+                reads=self.reads,
+            )
         )
 
     def attend(

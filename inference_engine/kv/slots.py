@@ -277,7 +277,7 @@ class LayerSlots:
 
     def gather(self, states: Tensor, slots: Positions) -> Tensor:
         """A copy of what lies in `slots` of every layer: [layers, n, Hkv, D]."""
-        found = states.new_empty((len(self.layers), len(slots), self.kv_heads, self.head_dim))
+        found = states.new_empty((len(self.layers), len(slots), self.kv_heads, states.shape[1]))
         for place, first, count in _runs(slots):
             for layers, views in self._views(states, first, first + count):
                 found[layers, place : place + count] = views.transpose(1, 2)
@@ -292,11 +292,12 @@ class LayerSlots:
 
     def _views(self, states: Tensor, first: int, end: int) -> list[tuple[slice, Tensor]]:
         """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""
-        dim, views = self.head_dim, []
+        row, views = states.stride(0), []
         for layers, apart in self._even:
-            shape = (layers.stop - layers.start, self.kv_heads, end - first, dim)
-            strides = (apart * dim, self.region.region * dim, dim, 1)
-            views.append((layers, states.as_strided(shape, strides, (int(self.starts[layers.start]) + first) * dim)))
+            shape = (layers.stop - layers.start, self.kv_heads, end - first, states.shape[1])
+            strides = (apart * row, self.region.region * row, row, 1)
+            offset = states.storage_offset() + (int(self.starts[layers.start]) + first) * row
+            views.append((layers, states.as_strided(shape, strides, offset)))
         return views
 
 

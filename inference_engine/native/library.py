@@ -146,7 +146,7 @@ class NativeMatrix(ctypes.Structure):
     tiles: int | None
 
 
-class AttentionCall(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """Attention of `count` single queries. The caller keeps its arrays alive."""
 
     _fields_ = (
@@ -161,10 +161,13 @@ class AttentionCall(ctypes.Structure):
         ("query_stride", ctypes.c_int64),
         ("region_stride", ctypes.c_int64),
         ("out_stride", ctypes.c_int64),
+        ("row", ctypes.c_int64),
         ("query_heads", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
         ("head_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
         ("kv_type", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
         ("scaling", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )
@@ -179,9 +182,11 @@ class AttentionCall(ctypes.Structure):
     query_stride: int
     region_stride: int
     out_stride: int
+    row: int
     query_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     kv_type: int
     scaling: float
     softcap: float
@@ -212,7 +217,7 @@ class CodedEntries(ctypes.Structure):
     _fields_ = (
         ("coding", NativeCoding),
         *((name, ctypes.c_void_p) for name in ("codes", "means", "regions", "code_slots", "entry_slots", "turns")),
-        *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "count")),
+        *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "row", "count")),
         *((name, ctypes.c_int32) for name in ("layers", "heads", "head_dim", "turned", "kv_type", "reserved")),
     )
     count: int
@@ -261,7 +266,7 @@ class RestoredRun(ctypes.Structure):
         ("codes", Codes),
         ("turning", Turning),
         *((name, ctypes.c_void_p) for name in ("decoder", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("first", "count", "apart")),
+        *((name, ctypes.c_int64) for name in ("first", "count", "apart", "row")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "kv_type", "reserved")),
     )
     count: int
@@ -431,7 +436,7 @@ class Kernels:
         assert out.shape == (matrix.inputs,) and 0 <= output < matrix.outputs
         self._functions.kakeya_row(self.address, ctypes.byref(matrix), output, _address_of(out))
 
-    def attend(self, threads: Threads, attention: AttentionCall) -> None:
+    def attend(self, threads: Threads, attention: AttentionArguments) -> None:
         """Attention of single queries, each over a region of its own. Raises MemoryError."""
         with threads.lock:
             fails = self._functions.kakeya_attend(self.address, threads.address, ctypes.byref(attention))
@@ -516,7 +521,7 @@ class Library:
                 "run `python -m inference_engine.native.build`"
             )
         structures = (
-            *(NativeMatrix, AttentionCall, NativeOperation, NativeLayer, Rotary, NativeStep, CodedEntries),
+            *(NativeMatrix, AttentionArguments, NativeOperation, NativeLayer, Rotary, NativeStep, CodedEntries),
             *(KeyIndex, NativeLayerDecoder, NativeArchive, RestoredRun, TrellisCodes),
         )
         sizes = (ctypes.c_int64 * len(structures))()
@@ -624,7 +629,7 @@ def _open(path: Path) -> Library | str:
 
 def _declare(functions: ctypes.CDLL) -> None:
     """The types of every function of `src/api.cpp`."""
-    pointer, matrix, attention = ctypes.c_void_p, ctypes.POINTER(NativeMatrix), ctypes.POINTER(AttentionCall)
+    pointer, matrix, attention = ctypes.c_void_p, ctypes.POINTER(NativeMatrix), ctypes.POINTER(AttentionArguments)
     long, integer, text = ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p
     declared: dict[str, tuple[type | None, tuple[type, ...]]] = {
         "sources": (text, ()),

@@ -33,7 +33,7 @@ from inference_engine.kernels.components import (
 )
 from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.latents import CodeTables, Synthesis
-from inference_engine.kernels.reads import BlockRead, StagedRead, TokenRead
+from inference_engine.kernels.reads import AttentionCall, BlockRead, StagedRead, TokenRead
 from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kernels.triton import block_selection, component_index, components, few_queries, gather, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
@@ -137,21 +137,20 @@ class Stages:
         self.listed = self.select(0)
 
     def score(self, copy: int) -> block_selection.Scores:
-        case = self.case
-        return block_selection.score_blocks(
-            case.queries, *self.buffers, case.regions[copy], scaling=SCALING, kv_heads=KV_HEADS, blocks=MOST_BLOCKS
-        )
+        return block_selection.score_blocks(self.call(copy), MOST_BLOCKS)
 
     def select(self, copy: int) -> Tensor:
         return block_selection.select_blocks(self.scores, self.case.regions[copy])
 
     def read(self, copy: int) -> None:
-        case = self.case
-        gather.attend_listed(case.queries, *self.buffers, case.regions[copy], self.listed, self.out, scaling=SCALING)
+        gather.attend_listed(self.call(copy), self.out, self.listed)
 
     def whole(self, copy: int) -> Tensor:
+        return attend_ragged(self.call(copy))
+
+    def call(self, copy: int) -> AttentionCall:
         case = self.case
-        return attend_ragged(
+        return AttentionCall(
             case.queries, *self.buffers, case.regions[copy], kv_heads=KV_HEADS, scaling=SCALING, reads=READS
         )
 
@@ -185,9 +184,7 @@ def checked(case: Case, keys: Tensor, values: Tensor) -> dict[str, float]:
     assert worst_score < 1e-5 and worst_out < 1e-2, (case, worst_score, worst_out)
     again = stages.whole(0)
     assert torch.equal(out, again), f"{case}: a second run differs"
-    alone = attend_ragged(
-        case.queries[-1:], keys, values, case.regions[0, -1:], kv_heads=KV_HEADS, scaling=SCALING, reads=READS
-    )
+    alone = attend_ragged(stages.call(0).of(slice(-1, None)))
     assert torch.allclose(out[-1:], alone, atol=1e-2), f"{case}: beside others a session gets another result"
     return {"score": worst_score, "out": worst_out}
 
@@ -266,9 +263,11 @@ class Chosen:
         self.out.fill_(float("nan"))
 
     def made(self, copy: int) -> components.Choosing:
-        return components.Choosing(
-            self.case.queries, *self.buffers, self.regions[copy], KV_HEADS, SCALING, None, self.record, self.most, True
-        )
+        return components.Choosing(self.call(copy), self.record, self.most, serves_all=True)
+
+    def call(self, copy: int) -> AttentionCall:
+        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "reads": self.reads}
+        return AttentionCall(self.case.queries, *self.buffers, self.regions[copy], **options)
 
     def write(self, first: int, end: int) -> None:
         """Tiles of all copies and sessions: what as many layers write at once."""
@@ -290,8 +289,7 @@ class Chosen:
         return (StagedRead(self.record, upto=self.case.sessions, tokens=self.most),)
 
     def whole(self, copy: int) -> Tensor:
-        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "reads": self.reads}
-        return attend_ragged(self.case.queries, *self.buffers, self.regions[copy], **options)
+        return attend_ragged(self.call(copy))
 
     def rotate(self, vectors: Tensor, shifts: Tensor) -> Tensor:
         angles = (shifts[:, None].double() * self.frequencies).to(DEVICE)
@@ -331,8 +329,7 @@ class Chosen:
         assert found["out"] < 1e-2 and found["chosen otherwise"] < 0.05, (case.sessions, case.length, found)
         again = self.whole(0)
         assert torch.equal(out, again), "a second run differs"
-        options: dict[str, Any] = {"kv_heads": KV_HEADS, "scaling": SCALING, "reads": self.reads}
-        alone = attend_ragged(case.queries[-1:], *self.buffers, self.regions[0, -1:], **options)
+        alone = attend_ragged(self.call(0).of(slice(-1, None)))
         assert torch.equal(out[-1:], alone), "beside others a session gets other bits"
         return found
 
@@ -443,11 +440,14 @@ def read_all(
     out = torch.full_like(queries, float("nan"))
     scaling = head_dim**-0.5
 
+    def call(copy: int) -> AttentionCall:
+        return AttentionCall(queries, keys, values, regions[copy], kv_heads=kv_heads, scaling=scaling)
+
     def run_operation(copy: int) -> Tensor:
-        return attend_ragged(queries, keys, values, regions[copy], kv_heads=kv_heads, scaling=scaling)
+        return attend_ragged(call(copy))
 
     def run_listed(copy: int) -> None:
-        gather.attend_listed(queries, keys, values, regions[copy], listed, out, scaling=scaling)
+        gather.attend_listed(call(copy), out, listed)
 
     run_listed(0)
     own = queries.view(sessions, kv_heads, -1, head_dim)

@@ -33,6 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from inference_engine.errors import ConfigError, KakeyaError
 from inference_engine.kernels import reads as fields
 from inference_engine.kernels.ops import DeviceOps, open_ops
+from inference_engine.kernels.reads import AttentionCall
 from inference_engine.kernels.topk import topk_by_sorting
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_device, device_name, release
@@ -175,7 +176,9 @@ def attention_case(sessions: int, length: int, buffers: tuple[Tensor, Tensor], o
     ])  # fmt: skip
 
     def ours(copy: int) -> Tensor:
-        return ops.attend_ragged(queries, keys, values, regions[copy], kv_heads=KV_HEADS, scaling=scaling)
+        return ops.attend_ragged(
+            AttentionCall(queries, keys, values, regions[copy], kv_heads=KV_HEADS, scaling=scaling)
+        )
 
     def dense(backend: SDPBackend, is_folded: bool, copy: int) -> Tensor:
         with sdpa_kernel(backend):

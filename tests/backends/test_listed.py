@@ -21,6 +21,7 @@ from inference_engine.engine import Engine
 from inference_engine.kernels.fused import PLAIN, Fused
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import AttentionCall
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.models.operations import Given, NoStepListError, Product, Write
 from inference_engine.types import GenerateParams, Mode
@@ -113,9 +114,9 @@ def test_steps_without_a_list_are_padded_to_be_batch_invariant(tmp_path: Path, m
         used.append("products")
         return PLAIN
 
-    def invariant_attention(*given: Any, **options: Any) -> None:
+    def invariant_attention(call: AttentionCall, out: Tensor) -> None:
         used.append("attention")
-        attend_ragged.regions(*given, **options)
+        attend_ragged.regions(call, out)
 
     ops = replace(
         listed_ops(),

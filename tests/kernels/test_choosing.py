@@ -36,6 +36,7 @@ from inference_engine.kernels.reads import (
     SINK,
     START,
     UPTO,
+    AttentionCall,
     StagedRead,
     TokenRead,
 )
@@ -43,6 +44,7 @@ from inference_engine.kv.parts.component_index import TokenSelector
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
+from tests.kernels.rows import in_rows
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 
@@ -239,7 +241,7 @@ def attended(
     from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     operation = operation or attend_ragged
-    return operation(queries[some], keys, values, regions[some], reads=reads, **options)
+    return operation(AttentionCall(queries[some], *in_rows(keys, values), regions[some], reads=reads, **options))
 
 
 def compare_choosing() -> None:
@@ -290,7 +292,7 @@ def _compare_choosing(models: Sequence[Model]) -> None:
             expected[row] = own[index].expected(queries[row : row + 1], position, codes[index], softcap)[0]
         # On the CPU: where a mask has an odd width, torch's own kernel reads beside it.
         here = [each.cpu() for each in (queries[4:5], keys, values, regions[4:5])]
-        expected[4] = attend_by_reference(here[0], here[1], here[2], here[3], **options)[0]
+        expected[4] = attend_by_reference(AttentionCall(*here, **options))[0]
         together = attend()
         torch.testing.assert_close(together, expected, atol=2e-5, rtol=2e-5)
         if number == 0:
@@ -306,7 +308,6 @@ def _compare_choosing(models: Sequence[Model]) -> None:
 
 def compare_equals() -> None:
     """What a child process runs: tokens of one weight, more of them than a program holds; the first ones are read."""
-    from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device, model = small_parts(), MODELS[0]
     kind = {"shape": IndexShape(rank=5, bits=3, run=1), "sink": 6, "window": 33, "kept": 41, "length": 300}
@@ -323,7 +324,7 @@ def compare_equals() -> None:
         # The components' mean would make a difference.
         rows = own.alive[0]
         rows.rows.zero_()
-        out = attend_ragged(query, keys, values, line, kv_heads=model.kv_heads, scaling=model.scaling, reads=[read])
+        out = attended(query, keys, values, line, [read], {"kv_heads": model.kv_heads, "scaling": model.scaling})
         if first is None:
             places = [*range(own.sink + own.kept), *range(int(line[0, TokenRead.word("LOCAL")]), 300)]
             expected = own.values[:, places].mean(1)
@@ -338,7 +339,6 @@ def compare_rounded() -> None:
     Two tokens of nearly one score may change places in a KV head, and the one that is not read can weigh much: that
     happens to one head in hundreds.
     """
-    from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device, model = small_parts(), MODELS[0]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16  # the interpreter has no bfloat16
@@ -350,7 +350,7 @@ def compare_rounded() -> None:
     queries = torch.randn(len(positions), model.kv_heads * model.group, model.head_dim).to(device, dtype)
     regions = torch.tensor([own.line(position) for position in positions], device=device)
     read = StagedRead(TokenRead(shape=own.shape), upto=len(positions), tokens=500)
-    out = attend_ragged(queries, keys, values, regions, kv_heads=model.kv_heads, scaling=model.scaling, reads=[read])
+    out = attended(queries, keys, values, regions, [read], {"kv_heads": model.kv_heads, "scaling": model.scaling})
     expected = torch.cat([own.expected(queries[row, None].float(), at, codes) for row, at in enumerate(positions)])
     errors = (out.float() - expected).abs().mean(-1)  # one token fewer or more is 2e-3 at the median
     assert errors.median() < (1e-3 if dtype == torch.float16 else 0.01), "other tokens are read"
@@ -402,7 +402,6 @@ def compare_long_codes() -> None:
 def _compare_restoring(model: Model, most_bits: int) -> None:
     from inference_engine.kernels.triton import components
     from inference_engine.kernels.triton.component_index import key_indexes
-    from inference_engine.kernels.triton.ragged_attention import attend_ragged
 
     device = small_parts()
     components._UNPACKED, components._THREADS, components._RESTORED = 16, 32, 16
@@ -441,13 +440,14 @@ def _compare_restoring(model: Model, most_bits: int) -> None:
     regions = torch.tensor(lines, device=device)
     record = TokenRead(shape=shape, restored=kind["kept"], numbers=tables.padded + 64)
     read = StagedRead(record, upto=2, tokens=300)
-    out = attend_ragged(queries, keys, values, regions, reads=[read], **options)
+    attend = partial(attended, queries, keys, values, regions, [read], options)
+    out = attend()
     torch.testing.assert_close(out, torch.stack(expected), atol=2e-5, rtol=2e-5)
     assert not found.isnan().any()
-    alone = attend_ragged(queries[:1], keys, values, regions[:1], reads=[read], **options)
+    alone = attend(slice(1))
     assert torch.equal(alone[0], out[0]), "a query's bits depend on what is beside it"
     tables.scales.fill_(float("inf"))
-    attend_ragged(queries[:1], keys, values, regions[:1], reads=[read], **options)
+    attend(slice(1))
     assert found.isnan().all(), "what is not finite is not found"
 
 

@@ -115,7 +115,8 @@ def placed(
     query_heads, kv_heads, head_dim = sizes
     heads = numbers(100, (query_heads + 2 * kv_heads) * head_dim)[:count]
     room = max(20, count * kv_heads)
-    keys, values = (torch.full((room, head_dim), 7.0, device=device) for _ in "kv")
+    rows = torch.full((room, 2 * head_dim), 7.0, device=device)
+    keys, values = rows[:, :head_dim], rows[:, head_dim:]
     writes = torch.randperm(room, generator=torch.Generator().manual_seed(3))[: count * kv_heads]
     queries = operations.place_heads(
         heads.to(device),

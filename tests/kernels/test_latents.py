@@ -253,7 +253,7 @@ def compare_parts() -> None:
         (analysis,) = Analysis.of([matrix], [synthesis.means], dtype)
         results = []
         for parts in ([(0, tokens)], bounds):
-            entries = torch.empty((2, heads, tokens, dim), dtype=dtype, device=device)
+            entries = torch.empty((heads, tokens, 2, dim), dtype=dtype, device=device).permute(2, 0, 1, 3)
             numbers, found = torch.zeros((tokens, padded(count)), device=device), torch.zeros(2, device=device)
             for first, end in parts:
                 own = slice(first, end)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from inference_engine.kernels import reads as fields
 from inference_engine.kernels.offloaded import OffloadedRecord
-from inference_engine.kernels.reads import BlockRead, OffloadedBlockRead, StagedRead
+from inference_engine.kernels.reads import AttentionCall, BlockRead, OffloadedBlockRead, StagedRead
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
+from tests.kernels.rows import in_rows
 from tests.kernels.test_ragged_attention import device_of_kernels
 
 HEADS, GROUP = 2, 2
@@ -79,9 +80,11 @@ class History:
         plain = [torch.cat([keys, low], 1), torch.cat([values, high], 1)]
         self.begin = HEADS * self.plain_region
         self.expected: dict[tuple[int, int], Tensor] = {}  # by the number of queries, and what they were drawn with
-        self.keys, self.values = (
-            torch.cat([whole.flatten(0, 1), parts.flatten(0, 1)]).to(self.device)
-            for whole, parts in zip(plain, made, strict=True)
+        self.keys, self.values = in_rows(
+            *(
+                torch.cat([whole.flatten(0, 1), parts.flatten(0, 1)]).to(self.device)
+                for whole, parts in zip(plain, made, strict=True)
+            )
         )
 
     def lines(self, positions: list[int], *, may_fetch: bool) -> tuple[Tensor, Tensor]:
@@ -107,7 +110,7 @@ class History:
 
         reads = [StagedRead(record, upto=len(queries), tokens=self.count)]
         options: dict[str, Any] = {"kv_heads": HEADS, "scaling": self.dim**-0.5, "reads": reads}
-        return attend_ragged(queries, self.keys, self.values, lines, **options)
+        return attend_ragged(AttentionCall(queries, self.keys, self.values, lines, **options))
 
     def compare(self, positions: list[int], *, may_fetch: bool, seed: int) -> list[int]:
         """Attend twice. Returns how many blocks were found in places, and how many were not."""

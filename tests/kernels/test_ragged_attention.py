@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from inference_engine.kernels.reads import (
     PREFIX_START,
     SINK,
     START,
+    AttentionCall,
     BlockRead,
     RaggedAttention,
     StagedRead,
@@ -33,6 +35,7 @@ from inference_engine.kv.parts.block_index import BlockSelector, choose_blocks
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
+from tests.kernels.rows import in_rows
 
 Build = Callable[[tuple[int, int, int], torch.dtype], tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]]
 SEGMENT = 16
@@ -240,8 +243,10 @@ def forks(
 def test_the_reference_reads_the_blocks_that_gathering_reads(shape: tuple[int, int, int]) -> None:
     queries, keys, values, regions, alone = selections(shape, torch.float32)
 
-    for attention in REFERENCES:
-        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=READS)
+    for attention, entries in product(REFERENCES, ((keys, values), in_rows(keys, values))):
+        out = attention(
+            AttentionCall(queries, *entries, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=READS)
+        )
         assert torch.allclose(out, torch.cat(alone), atol=1e-5)
 
 
@@ -250,9 +255,15 @@ def test_the_reference_reads_the_blocks_that_gathering_reads(shape: tuple[int, i
 def test_the_reference_gives_each_query_what_it_gets_by_itself(shape: tuple[int, int, int], build: Build) -> None:
     queries, keys, values, regions, alone = build(shape, torch.float32)
 
-    for attention in REFERENCES:
-        out = attention(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
+    for attention, entries in product(REFERENCES, ((keys, values), in_rows(keys, values))):
+        out = attention(AttentionCall(queries, *entries, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5))
         assert torch.allclose(out, torch.cat(alone), atol=1e-5)
+
+
+def moved(call: AttentionCall, device: torch.device) -> AttentionCall:
+    """On the device, with keys and values side by side."""
+    keys, values = in_rows(call.keys.to(device), call.values.to(device))
+    return replace(call, queries=call.queries.to(device), keys=keys, values=values, lines=call.lines.to(device))
 
 
 def kernel_of() -> RaggedAttention:
@@ -297,11 +308,11 @@ def compare_kernel() -> None:
                 for softcap in softcaps if part.start == count - 3 else (None,):
                     queries, keys, values, regions = (given[0][part], *given[1:3], given[3][part])
                     heads, scaling = shape[1], shape[2] ** -0.5
-                    expected = attend_ragged(
+                    call = AttentionCall(
                         queries, keys, values, regions, kv_heads=heads, scaling=scaling, softcap=softcap
                     )
-                    moved = [part.to(device) for part in (queries, keys, values, regions)]
-                    out = kernel(*moved, kv_heads=heads, scaling=scaling, softcap=softcap).cpu()
+                    expected = attend_ragged(call)
+                    out = kernel(moved(call, device)).cpu()
                     assert out.dtype == dtype
                     worst = (out.float() - expected.float()).abs().max().item()
                     assert worst < tolerance, (shape, dtype, softcap, worst)
@@ -329,11 +340,12 @@ def compare_selecting_steps() -> None:
     queries, keys, values, regions, _ = selections(shape, torch.float32)
     keys[:: len(keys) // 40] = 0.25  # some equal scores
     # On the CPU: where a mask has an odd width, torch's own kernel reads beside it.
-    expected = attend_ragged(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, reads=READS).to(device)
-    queries, keys, values, regions = (part.to(device) for part in (queries, keys, values, regions))
+    call = AttentionCall(queries, keys, values, regions, kv_heads=shape[1], scaling=0.2, reads=READS)
+    expected = attend_ragged(call).to(device)
+    call = moved(call, device)
 
     def attend(some: slice, kernel: RaggedAttention) -> Tensor:
-        return kernel(queries[some], keys, values, regions[some], kv_heads=shape[1], scaling=0.2, reads=READS)
+        return kernel(call.of(some))
 
     for kernel in (ragged_attention.attend_ragged, ragged_attention.attend_invariant):
         together = attend(slice(None), kernel)
@@ -359,11 +371,11 @@ def compare_beside_selections() -> None:
         expected, count = torch.cat(alone), 64 if device.type == "cuda" else 20
         for first in range(0, len(queries), count if device.type == "cuda" else 4 * count):
             some = slice(first, first + count)
-            asked, lines = queries[some].to(device), regions[some].to(device)
-            out = torch.full_like(asked, float("nan"))
-            listed = torch.zeros(len(asked), shape[1], 4, dtype=torch.int32, device=device)
-            given = {"kv_heads": shape[1], "scaling": shape[2] ** -0.5, "listed": listed}
-            attend_few(asked, keys.to(device), values.to(device), lines, out, **given)
+            given = AttentionCall(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
+            call = moved(given.of(some), device)
+            out = torch.full_like(call.queries, float("nan"))
+            listed = torch.zeros(len(out), shape[1], 4, dtype=torch.int32, device=device)
+            attend_few(call, out, listed=listed)
             assert torch.allclose(out.cpu(), expected[some], atol=2e-5), (build, first)
 
 
@@ -418,8 +430,8 @@ def compare_alone(
 ) -> None:
     """The kernel against what each query gives by itself."""
     queries, keys, values, regions, alone = build(shape, dtype)
-    moved = [part.to(device) for part in (queries, keys, values, regions)]
-    out = kernel_of()(*moved, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=reads).cpu()
+    call = AttentionCall(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5, reads=reads)
+    out = kernel_of()(moved(call, device)).cpu()
     worst = (out.float() - torch.cat(alone).float()).abs().max().item()
     assert worst < tolerance, (build, shape, dtype, worst)
 

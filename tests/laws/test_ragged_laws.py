@@ -23,6 +23,7 @@ from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kernels.reads import AttentionCall
 from inference_engine.kv import plan
 from inference_engine.kv.parts.component_index import ComponentView
 from inference_engine.kv.parts.offload import OffloadedBlocks
@@ -363,9 +364,9 @@ def test_the_tokens_of_several_sessions_are_one_operation_a_layer() -> None:
     """A step of nothing but decodes asks for each layer once, whether strategies keep every entry or a window."""
     asked: list[int] = []
 
-    def counted(queries: Tensor, *others: Any, **words: Any) -> None:
-        asked.append(len(queries))
-        attend_ragged.regions(queries, *others, **words)
+    def counted(call: AttentionCall, out: Tensor) -> None:
+        asked.append(len(call.queries))
+        attend_ragged.regions(call, out)
 
     counting = replace(attend_ragged, regions=counted)
     on_regions = tiny_forward_on("cpu", ops=DeviceOps(attend_ragged=counting, attends_together=True))

@@ -14,7 +14,7 @@ from torch import Tensor
 from inference_engine.backends.mlx.bridge import as_mlx
 from inference_engine.kernels.mlx.ragged_attention import attend_ragged, lines_of, parts_of
 from inference_engine.kernels.ragged_attention import attend_ragged as attend_in_torch
-from inference_engine.kernels.reads import PREFIX_HEAD_SLOTS, PREFIX_START, START
+from inference_engine.kernels.reads import PREFIX_HEAD_SLOTS, PREFIX_START, START, AttentionCall
 from inference_engine.kv.layout import LayerRule, Layout
 from inference_engine.kv.numbers import RegionLines
 from tests.kernels.test_ragged_attention import geometry, held, layouts
@@ -53,13 +53,15 @@ class AttentionStep:
         """By the reference, in float32."""
         keys, values = self.whole
         return attend_in_torch(
-            self.queries.float(),
-            keys.float(),
-            values.float(),
-            torch.from_numpy(self.regions),
-            kv_heads=self.new_keys.shape[1],
-            scaling=self.scaling,
-            softcap=softcap,
+            AttentionCall(
+                self.queries.float(),
+                keys.float(),
+                values.float(),
+                torch.from_numpy(self.regions),
+                kv_heads=self.new_keys.shape[1],
+                scaling=self.scaling,
+                softcap=softcap,
+            )
         )
 
 

@@ -56,7 +56,8 @@ static void print(const Case& c) {
   Attention call = {};
   call.queries = queries.data(), call.keys = keys.data(), call.values = values.data(), call.regions = lines.data();
   call.out = out.data(), call.count = c.queries, call.query_stride = call.out_stride = width, call.region_stride = FIELDS;
-  call.query_heads = c.heads * c.group, call.kv_heads = c.heads, call.head_dim = c.dim;
+  call.query_heads = c.heads * c.group, call.kv_heads = c.heads, call.head_dim = call.value_dim = c.dim;
+  call.row = c.dim;
   call.kv_type = Stored<T>::type, call.scaling = 0.125f, call.softcap = c.softcap;
   Threads threads(c.threads);
   attend_as<T>(threads, call);

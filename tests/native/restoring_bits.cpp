@@ -89,7 +89,7 @@ static void print(const Case& c, Product kind, int32_t kv_type, int threads) {
   RestoredRun run = {};
   run.codes = {low.data(), high.data(), half, FIRST}, run.turning = {fine.data(), coarse.data(), c.turned};
   run.decoder = &decoder, run.keys = keys.data(), run.values = values.data();
-  run.first = FIRST + 2, run.count = c.tokens, run.apart = apart;
+  run.first = FIRST + 2, run.count = c.tokens, run.apart = apart, run.row = c.dim;
   run.kv_heads = c.heads, run.head_dim = c.dim, run.kv_type = kv_type;
   Threads own(threads);
   bool is_finite = restore_run(own, run);

@@ -32,11 +32,13 @@ from inference_engine.kernels.reads import (
     SINK_FLOOR,
     START,
     UPTO,
+    AttentionCall,
     BlockRead,
     StagedRead,
 )
 from inference_engine.native import build
 from inference_engine.native.library import load, why_missing
+from tests.kernels.rows import in_rows
 from tests.tiny_native import library as tiny_library
 
 LEVELS = ["plain", "neon", "i8mm", "avx2", "avxvnni", "avx512"]
@@ -51,8 +53,11 @@ pytestmark = pytest.mark.skipif(load() is None, reason=str(why_missing()))
 class Attention(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "regions", "head_sinks", "out", "lse")),
-        *((name, ctypes.c_int64) for name in ("count", "query_stride", "region_stride", "out_stride")),
-        *((name, ctypes.c_int32) for name in ("query_heads", "kv_heads", "head_dim", "kv_type")),
+        *((name, ctypes.c_int64) for name in ("count", "query_stride", "region_stride", "out_stride", "row")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("query_heads", "kv_heads", "head_dim", "value_dim", "kv_type", "reserved")
+        ),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
 
@@ -82,7 +87,7 @@ def best_level() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call: queries [N, Hq, D], keys, values [R, D], lines [N, FIELDS]."""
+    """A call: queries [N, Hq, Dk], keys [R, Dk], values [R, Dv], equally far apart, lines [N, FIELDS]."""
 
     queries: Tensor
     keys: Tensor
@@ -102,8 +107,8 @@ class Case:
 
 def run(case: Case, *, level: str | None = None, thread_count: int = 1) -> Tensor:
     queries, lines = case.queries.contiguous(), np.ascontiguousarray(case.lines)
-    out = torch.full_like(queries, 7)
-    count, query_heads, dim = queries.shape
+    (count, query_heads, dim), value_dim = queries.shape, case.values.shape[1]
+    out = torch.full((count, query_heads, value_dim), 7.0)
     call = Attention(
         queries=queries.data_ptr(),
         keys=case.keys.data_ptr(),
@@ -115,10 +120,12 @@ def run(case: Case, *, level: str | None = None, thread_count: int = 1) -> Tenso
         count=count,
         query_stride=query_heads * dim,
         region_stride=FIELDS,
-        out_stride=query_heads * dim,
+        out_stride=query_heads * value_dim,
+        row=case.keys.stride(0),
         query_heads=query_heads,
         kv_heads=case.kv_heads,
         head_dim=dim,
+        value_dim=value_dim,
         kv_type=DTYPES.index(case.keys.dtype),
         scaling=case.scaling,
         softcap=case.softcap or 0.0,
@@ -246,14 +253,15 @@ def case_of(
 def reference(case: Case) -> Tensor:
     """In float64, except where blocks are selected."""
     found = attend_ragged(
-        case.queries.double(),
-        case.keys.double(),
-        case.values.double(),
-        torch.from_numpy(case.lines),
-        kv_heads=case.kv_heads,
-        scaling=case.scaling,
-        softcap=case.softcap,
-        reads=[StagedRead(BLOCKS, upto=4096, tokens=4096)],
+        AttentionCall(
+            case.queries.double(),
+            *in_rows(case.keys.double(), case.values.double()),
+            torch.from_numpy(case.lines),
+            kv_heads=case.kv_heads,
+            scaling=case.scaling,
+            softcap=case.softcap,
+            reads=[StagedRead(BLOCKS, upto=4096, tokens=4096)],
+        )
     )
     sees = [bool(slots_read(case, row).any()) for row in range(len(case.lines))]
     return found.masked_fill(~torch.tensor(sees)[:, None, None], 0).float()
@@ -398,6 +406,26 @@ def test_what_no_query_sees_has_no_effect(poison: float, dtype: torch.dtype) -> 
     for states in (case.keys, case.values):
         states[unread] = poison
     assert_equal(run(case, thread_count=2), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_a_key_and_a_value_give_the_bits_of_two_buffers(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    case = case_of([(kind, 300, 5) for kind in KINDS], shape, dtype, seed=4)
+    keys, values = in_rows(case.keys, case.values)
+    assert_equal(run(replace(case, keys=keys, values=values), thread_count=2), run(case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inside", [False, True], ids=["beside the key", "inside the key"])
+def test_values_have_a_size_of_their_own(inside: bool, dtype: torch.dtype) -> None:
+    """As latent attention has them."""
+    case = case_of([("full", 300, 40), ("ring", 300, 1), ("forks", 100, 3), ("nothing", 9, 3)], (4, 1, 80), dtype)
+    keys, values = (case.keys, case.keys[:, :64]) if inside else in_rows(case.keys, case.values[:, :16].clone())
+    case = replace(case, keys=keys, values=values)
+    torch.testing.assert_close(run(case, thread_count=2), reference(case), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])

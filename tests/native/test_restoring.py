@@ -13,7 +13,7 @@ from inference_engine.backends.native.decoders import RotationTables, native_dec
 from inference_engine.backends.native.entry_coder import NativeCoder
 from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING
+from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING, AttentionCall
 from inference_engine.kv.context import (
     ArchivedCodes,
     GroupAnalyser,
@@ -25,6 +25,7 @@ from inference_engine.kv.context import (
 )
 from inference_engine.native.library import KVType, NativeMatrix, ProductIdentity, Threads
 from tests.further import further
+from tests.kernels.rows import in_rows
 from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
 from tests.tiny_native import library
 
@@ -149,11 +150,12 @@ class Archived(Session):
         held = torch.cat([torch.arange(self.sink), torch.arange(GONE, LENGTH)])
         places = torch.where(held < self.sink, held, self.sink + (held - self.sink) % RING_SLOTS)
         region = self.sink + RING_SLOTS
-        self.buffers = []
+        buffers = []
         for states in (self.keys, self.values):
             regions = torch.full((HKV, region, D), torch.nan)
             regions[:, places] = states[:, held]
-            self.buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * slots, D), torch.nan)]))
+            buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * slots, D), torch.nan)]))
+        self.buffers = in_rows(*buffers)
         self.archived = ArchivedCodes(halves=self.halves, first=self.sink, decoder=decoder)
         self.cache = RestoreCache(start=HKV * region, slots=slots)
         self.open_cache()
@@ -176,7 +178,8 @@ class Archived(Session):
         with lib.open_threads(threads) as opened:
             attention = NativeAttention(lib.kernels(level), opened)
             keys, values = self.buffers
-            return attention(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
+            call = AttentionCall(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
+            return attention(call)
 
 
 @pytest.mark.parametrize(

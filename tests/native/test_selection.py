@@ -30,11 +30,13 @@ from inference_engine.kernels.reads import (
     SINK,
     START,
     UPTO,
+    AttentionCall,
     TokenRead,
 )
 from inference_engine.kv.context import LayerIndex
 from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.native.library import ProductIdentity
+from tests.kernels.rows import in_rows
 from tests.tiny_native import library
 
 
@@ -134,8 +136,9 @@ class Session:
         lib = library()
         with lib.open_threads(threads) as opened:
             attention = NativeAttention(lib.kernels(level), opened)
-            keys, values = (states.reshape(-1, D) for states in (self.keys, self.values))
-            return attention(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
+            keys, values = in_rows(self.keys.reshape(-1, D), self.values.reshape(-1, D))
+            call = AttentionCall(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
+            return attention(call)
 
     def expected(self, queries: Tensor, positions: np.ndarray, softcap: float | None = None) -> Tensor:
         """What the reference reads, and the reference's attention over it."""

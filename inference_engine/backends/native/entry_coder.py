@@ -98,7 +98,8 @@ class NativeCoder:
         decoder, turns = native_decoder(layer.codes.decoder, self.identity), self.turns[layer.rotary]
         heads, count, head_dim = layer.keys.shape
         apart = layer.keys.stride(0)
-        assert layer.keys.stride() == layer.values.stride() == (apart, head_dim, 1) and apart % head_dim == 0
+        row = layer.keys.stride(1)
+        assert layer.keys.stride() == layer.values.stride() == (apart, row, 1) and apart % row == 0
         run = RestoredRun(
             codes=native_codes(layer.codes),
             turning=turns.structure,
@@ -107,7 +108,8 @@ class NativeCoder:
             values=layer.values.data_ptr(),
             first=first,
             count=count,
-            apart=apart // head_dim,
+            apart=apart // row,
+            row=row,
             kv_heads=heads,
             head_dim=head_dim,
             kv_type=self.kv_type,
@@ -150,6 +152,7 @@ class NativeCoder:
             slot_bytes=slot_bytes,
             head_bytes=head_bytes,
             region_slots=region,
+            row=places.regions[0].stride(1),
             count=len(slots),
             layers=len(codes),
             heads=heads,

@@ -39,9 +39,9 @@ from inference_engine.kernels.reads import (
     FIELDS,
     HEAD_SLOTS,
     UPTO,
+    AttentionCall,
     ReadRecord,
     RegionRead,
-    StagedRead,
     require_support,
 )
 from inference_engine.kernels.sampling import Draws, Sample, draw_all
@@ -52,7 +52,7 @@ from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.models.operations import Attend
-from inference_engine.native.library import AttentionCall, Kernels, KVType, NativeStep, Threads
+from inference_engine.native.library import AttentionArguments, Kernels, KVType, NativeStep, Threads
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
@@ -299,29 +299,9 @@ class NativeAttention:
     def supports(self, record: ReadRecord) -> bool:
         return isinstance(record, RegionRead) or self.name in record.KERNELS
 
-    def __call__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        lines: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None = None,
-        reads: Sequence[StagedRead] = (),
-    ) -> Tensor:
-        require_support(self, reads)
-        out, _ = self._attend(
-            queries,
-            keys,
-            values,
-            lines.contiguous(),
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            has_lse=False,
-        )
+    def __call__(self, call: AttentionCall) -> Tensor:
+        require_support(self, call.reads)
+        out, _ = self._attend(call, has_lse=False)
         return out
 
     def piece(
@@ -343,70 +323,56 @@ class NativeAttention:
     ) -> State:
         """seen: int64 [T], the last of the entries that each query sees."""
         kv_heads, entries, head_dim = keys.shape
-        keys, values = _by_vectors(keys), _by_vectors(values)
-        if values.stride() != keys.stride():  # one line says where both lie
-            keys, values = keys.contiguous(), values.contiguous()
-        regions = torch.zeros((len(queries), FIELDS), dtype=torch.int64)
-        regions[:, HEAD_SLOTS], regions[:, COUNT] = keys.stride(0) // head_dim, entries
-        regions[:, UPTO] = seen
-        return self._attend(
-            queries,
-            keys,
-            values,
-            regions,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            has_lse=True,
-        )
+        if not _is_by_vectors(keys) or values.stride() != keys.stride():  # one line says where both lie
+            both = torch.cat((keys, values), dim=-1)
+            keys, values = both[..., :head_dim], both[..., head_dim:]
+        lines, (apart, row, _) = torch.zeros((len(queries), FIELDS), dtype=torch.int64), keys.stride()
+        lines[:, HEAD_SLOTS], lines[:, COUNT] = apart // row, entries
+        lines[:, UPTO] = seen
+        keys, values = (part.as_strided((1, part.shape[2]), (row, 1)) for part in (keys, values))
+        call = AttentionCall(queries, keys, values, lines, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+        return self._attend(call, has_lse=True)
 
-    def _attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        regions: Tensor,
-        *,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None,
-        has_lse: bool,
-    ) -> State:
+    def _attend(self, call: AttentionCall, *, has_lse: bool) -> State:
         """The second is empty unless `has_lse`."""
+        queries, keys, lines = call.queries, call.keys, call.lines.contiguous()
         count, heads, head_dim = queries.shape
         if queries.stride()[1:] != (head_dim, 1):  # those of a step lie in a wider register
             queries = queries.contiguous()
-        out = torch.empty((count, heads, head_dim))
+        value_dim = call.values.shape[1]
+        out = torch.empty((count, heads, value_dim))
         lse = torch.empty((count, heads) if has_lse else 0)
         self.kernels.attend(
             self.threads,
-            AttentionCall(
+            AttentionArguments(
                 queries=queries.data_ptr(),
                 keys=keys.data_ptr(),
-                values=values.data_ptr(),
-                regions=regions.data_ptr(),
+                values=call.values.data_ptr(),
+                regions=lines.data_ptr(),
                 head_sinks=None,
                 out=out.data_ptr(),
                 lse=lse.data_ptr() if has_lse else None,
                 count=count,
                 query_stride=queries.stride(0),
                 region_stride=FIELDS,
-                out_stride=heads * head_dim,
+                out_stride=heads * value_dim,
+                row=call.row,
                 query_heads=heads,
-                kv_heads=kv_heads,
+                kv_heads=call.kv_heads,
                 head_dim=head_dim,
+                value_dim=value_dim,
                 kv_type=next(kind for kind, dtype in KV_DTYPES.items() if dtype == keys.dtype),
-                scaling=scaling,
-                softcap=softcap or 0.0,
+                scaling=call.scaling,
+                softcap=call.cap,
             ),
         )
         return out, lse
 
 
-def _by_vectors(states: Tensor) -> Tensor:
-    """[H, n, D], vectors of a head one behind the other: those of a chunk of which only a part is read are so, too."""
-    dim = states.shape[-1]
-    return states if states.stride()[1:] == (dim, 1) and not states.stride(0) % dim else states.contiguous()
+def _is_by_vectors(states: Tensor) -> bool:
+    """[H, n, D], heads whole numbers of vectors apart? Those of a chunk of which only a part is read are so, too."""
+    apart, row, step = states.stride()
+    return step == 1 and row >= states.shape[2] and not apart % row
 
 
 def _address_of(array: NDArray[Any]) -> int:

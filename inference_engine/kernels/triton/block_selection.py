@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.gather import MOST_BLOCKS
-from inference_engine.kernels.reads import FIELDS
+from inference_engine.kernels.reads import FIELDS, AttentionCall
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line, number_of
 from inference_engine.kernels.triton.topk import in_order, lowest_of, of_order, places_of
@@ -52,14 +52,12 @@ class Scores(NamedTuple):
 _SCORE = SelectionTile(64, 2**14, 4, 1)
 
 
-def score_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, regions: Tensor, *, scaling: float, kv_heads: int, blocks: int
-) -> Scores:
+def score_blocks(call: AttentionCall, blocks: int) -> Scores:
     """The bounds of `kernels/bounds.py` for each query's candidates."""
-    query_count, query_heads, head_dim = queries.shape
+    queries, kv_heads, head_dim = call.queries, call.kv_heads, call.head_dim
     assert blocks <= MOST_BLOCKS, blocks
-    group, width = query_heads // kv_heads, width_of(head_dim)
-    tile = _SCORE.rows_of(width, keys.element_size())
+    query_count, width = len(queries), width_of(head_dim)
+    tile = _SCORE.rows_of(width, call.keys.element_size())
     tiles = triton.cdiv(blocks, tile)
     made = Scores(
         torch.empty((query_count, kv_heads, blocks), dtype=torch.float32, device=queries.device),
@@ -68,17 +66,18 @@ def score_blocks(
     programs = max(1, min(tiles, _SCORING_PROGRAMS // (query_count * kv_heads)))
     _score_blocks[(programs, kv_heads, query_count)](
         queries,
-        keys,
-        values,
-        regions,
+        call.keys,
+        call.values,
+        call.lines,
         made.values,
         made.best,
-        scaling,
+        call.scaling,
         FIELDS=FIELDS,
         BLOCKS=blocks,
-        GROUP=group,
+        GROUP=call.group,
         D=head_dim,
-        BLOCK_G=max(LEAST, triton.next_power_of_2(group)),
+        ROW=call.row,
+        BLOCK_G=max(LEAST, triton.next_power_of_2(call.group)),
         BLOCK_D=width,
         BLOCK_B=tile,
         num_warps=_SCORE.warps,
@@ -166,6 +165,7 @@ def _score_blocks(
     BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -187,7 +187,7 @@ def _score_blocks(
     m_d = o_d < D
     step = tl.num_programs(0) * BLOCK_B
     o_b = first + tl.program_id(0) * BLOCK_B + tl.arange(0, BLOCK_B)
-    o_kv = (start + o_b)[:, None] * D + o_d[None, :]
+    o_kv = (start + o_b)[:, None] * ROW + o_d[None, :]
     m_kv = (o_b < end + 0)[:, None] & m_d[None, :]
     # Bounds were written before the step began, so the first ones are on their way while the kernel before ends.
     b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
@@ -211,7 +211,7 @@ def _score_blocks(
         tl.store(p_scores + (query * heads + head) * BLOCKS + o_b, b_best, mask=m_b)
         best = of_order(tl.max(tl.where(m_b, in_order(b_best), -2147483648), axis=0))
         tl.store(p_best + (query * heads + head) * tl.cdiv(BLOCKS, BLOCK_B) + (b - first) // BLOCK_B, best)
-        o_kv = (start + o_b + step)[:, None] * D + o_d[None, :]
+        o_kv = (start + o_b + step)[:, None] * ROW + o_d[None, :]
         m_kv = (o_b + step < end)[:, None] & m_d[None, :]
         b_high = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
         b_low = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)

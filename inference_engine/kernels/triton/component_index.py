@@ -150,6 +150,7 @@ class TritonIndexes:
             BLOCK_W=int(triton.next_power_of_2(shape.words)),
             LEVELS=shape.levels,
             D=head_dim,
+            ROW=keys.stride(0),
             H=half_width(head_dim),
             R=rank_width(shape),
             num_warps=4,
@@ -211,6 +212,7 @@ def _write_tile(
     BLOCK_W: tl.constexpr,
     LEVELS: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     H: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -245,7 +247,7 @@ def _write_tile(
         o_position = tile * (32 * RUN) + o_t
         is_wrapped = (ring > 0) & (o_position >= sink)
         o_slot = tl.where(is_wrapped, sink + (o_position - sink) % tl.maximum(ring, 1), o_position)
-        o_key = (own + o_slot)[:, None] * D
+        o_key = (own + o_slot)[:, None] * ROW
         b_a = tl.load(p_keys + o_key + o_a[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
         b_b = tl.load(p_keys + o_key + o_b[None, :], mask=m_f[None, :], other=0.0).to(tl.float32)
         p_middle = p_middles + (o_position // CHUNK)[:, None] * (2 * H) + o_f[None, :]

@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.latents import operand_dtype
-from inference_engine.kernels.reads import FIELDS, StagedRead, TokenRead
+from inference_engine.kernels.reads import FIELDS, AttentionCall, StagedRead, TokenRead
 from inference_engine.kernels.triton import component_index, component_scores, restoring, token_choice
 from inference_engine.kernels.triton.block_selection import reads_of
 from inference_engine.kernels.triton.component_index import half_width, rank_width
@@ -53,32 +53,18 @@ _MOST_SCRATCH = 2**29  # bytes; more queries take turns
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 
 
-def attend_choosing(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None = None,
-    read: StagedRead,
-    serves_all: bool,
-) -> None:
+def attend_choosing(call: AttentionCall, out: Tensor, read: StagedRead, *, serves_all: bool) -> None:
     """Implements ReadKernel, for TokenRead."""
-    record = read.record
+    record, queries, kv_heads = read.record, call.queries, call.kv_heads
     assert isinstance(record, TokenRead)
     count = len(queries) if serves_all else min(read.upto, len(queries))
-    group = _width(queries.shape[1] // kv_heads)
+    group = _width(call.group)
     each = kv_heads * _room(read.tokens) * (group * queries.element_size() + (4 * group + 8) // _TIED + 20)
-    each += kv_heads * record.restored * (2 * queries.shape[2] + record.numbers) * queries.element_size()
+    each += kv_heads * record.restored * (2 * call.head_dim + record.numbers) * queries.element_size()
     at_once = max(1, min(count, _MOST_SCRATCH // each))
     for first in range(0, count, at_once):
         some = slice(first, min(count, first + at_once))
-        chooser = Choosing(
-            queries[some], keys, values, lines[some], kv_heads, scaling, softcap, record, read.tokens, serves_all
-        )
+        chooser = Choosing(call.of(some), record, read.tokens, serves_all)
         chooser.score()
         chooser.weigh()
         chooser.gather()
@@ -107,25 +93,13 @@ class Choosing:
     keys and values [n, Hkv, restored, D].
     """
 
-    def __init__(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        regions: Tensor,
-        kv_heads: int,
-        scaling: float,
-        softcap: float | None,
-        record: TokenRead,
-        tokens: int,
-        serves_all: bool,
-    ) -> None:
-        count, query_heads, head_dim = queries.shape
-        self.given = (queries, keys, values, regions)
-        self.factors = (scaling, 0.0 if softcap is None else softcap)
+    def __init__(self, call: AttentionCall, record: TokenRead, tokens: int, serves_all: bool) -> None:
+        queries, kv_heads, group = call.queries, call.kv_heads, call.group
+        count, head_dim = len(queries), call.head_dim
+        self.given = (queries, call.keys, call.values, call.lines)
+        self.factors = (call.scaling, call.cap)
         self.grid = (kv_heads, count)
         shape, device = record.shape, queries.device
-        group = query_heads // kv_heads
         width = _width(group)
         room = _room(tokens)
         kept = torch.float32 if queries.dtype == torch.float32 else torch.float16
@@ -147,12 +121,13 @@ class Choosing:
         self.sums = made(group, _NEAR + _CHOSEN, dtype=torch.float32)
         self.restored = triton.cdiv(record.restored, _RESTORED) * _RESTORED
         self.unpacked = made(self.restored, record.numbers, dtype=operand_dtype(queries.dtype))
-        self.keys, self.values = (made(self.restored, head_dim, dtype=keys.dtype) for _ in range(2))
+        self.keys, self.values = (made(self.restored, head_dim, dtype=call.keys.dtype) for _ in range(2))
         self.shape, self.serves_all = shape, serves_all
         self.group, self.width, self.head_dim = group, width, head_dim
         self.block_d = max(_LEAST, int(triton.next_power_of_2(head_dim)))
         self.near_slots = _NEAR_SLOTS if self.block_d <= 128 else _NEAR_SLOTS // 2
-        self.has_cap = softcap is not None
+        self.has_cap = call.softcap is not None
+        self.entries = {"D": head_dim, "ROW": call.row, "BLOCK_D": self.block_d}
         self.line = {"FIELDS": FIELDS, "SHAPE": shape.number, **chained(device)}
         self.near = {"NEAR": _NEAR, "HELD": _NEAR + _CHOSEN, "BLOCK_S": self.near_slots}
         self.scored = {"CHUNK": component_index.CHUNK, "PARTS": _PARTS, "G": width, "GROUP": group}
@@ -177,8 +152,7 @@ class Choosing:
             RANK=self.shape.rank,
             BITS=self.shape.bits,
             WORDS=self.shape.words,
-            D=self.head_dim,
-            BLOCK_D=self.block_d,
+            **self.entries,
             BLOCK_G=max(_LEAST, int(triton.next_power_of_2(self.group))),
             SERVES_ALL=self.serves_all,
             HAS_CAP=self.has_cap,
@@ -300,8 +274,7 @@ class Choosing:
             ROOM=self.counted["ROOM"],
             RESTORED=self.restored,
             GROUP=self.group,
-            D=self.head_dim,
-            BLOCK_D=self.block_d,
+            **self.entries,
             BLOCK_G=max(_LEAST, int(triton.next_power_of_2(self.group))),
             PARTS=_CHOSEN,
             FIRST=_NEAR,
@@ -351,6 +324,7 @@ def _read(
     RESTORED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
     PARTS: tl.constexpr,
@@ -393,7 +367,7 @@ def _read(
                 is_wrapped = (ring > 0) & (b_token >= sink)
                 b_token = tl.where(is_wrapped, sink + (b_token - sink) % tl.maximum(ring, 1), b_token)
                 o_restored = (row * RESTORED + o_r)[:, None] * D + o_d[None, :]
-                o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
+                o_kv = (own + b_token.to(tl.int64))[:, None] * ROW + o_d[None, :]
                 # Of two addresses for a load the device would load each number by itself.
                 m_gone_kv = m_gone[:, None] & m_d[None, :]
                 m_there_kv = m_there[:, None] & m_d[None, :]
@@ -403,7 +377,7 @@ def _read(
                 b_v = tl.where(m_there_kv, tl.load(p_values + o_kv, mask=m_there_kv, other=0.0), b_v)
             else:
                 m_kv = m_r[:, None] & m_d[None, :]
-                o_kv = (own + b_token.to(tl.int64))[:, None] * D + o_d[None, :]
+                o_kv = (own + b_token.to(tl.int64))[:, None] * ROW + o_d[None, :]
                 b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
                 b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
             b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_r, scaling, softcap, HAS_CAP)

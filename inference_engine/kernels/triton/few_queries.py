@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.reads import FIELDS
+from inference_engine.kernels.reads import FIELDS, AttentionCall
 from inference_engine.kernels.triton.block_selection import LEAST, SelectionTile, candidates, reads_of, width_of
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line
@@ -38,24 +38,14 @@ _MOST_MERGED = 2**13  # numbers of states that a program holds
 _FEW = 4  # queries, whose states are merged by as many programs as there can be
 
 
-def attend_few(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    regions: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None = None,
-    listed: Tensor | None = None,
-) -> None:
-    """See `RaggedAttention`; queries and regions contiguous. Fills `out`.
+def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None) -> None:
+    """Implements RegionKernel.
 
     listed: [N, Hkv, any] int32, the blocks that each query reads; None: queries that select any get zeros.
     """
+    queries, regions, kv_heads, group = call.queries, call.lines, call.kv_heads, call.group
     query_count, query_heads, head_dim = queries.shape
-    group, width = query_heads // kv_heads, width_of(head_dim)
+    width = width_of(head_dim)
     rows, slots = max(LEAST, triton.next_power_of_2(group)), _TILE.rows_of(width, queries.element_size())
     row = width * queries.element_size()
     stages = max(1, min(_TILE.stages, (shared_bytes(queries.device) - rows * row) // (2 * slots * row)))
@@ -76,19 +66,20 @@ def attend_few(
     # Runs that there are come before those that only could be: the first programs begin on a processor each.
     _attend_run[(kv_heads, programs)](
         queries,
-        keys,
-        values,
+        call.keys,
+        call.values,
         regions,
         regions if listed is None else listed,
         states,
         lses,
         out,
         query_count,
-        scaling,
-        0.0 if softcap is None else softcap,
+        call.scaling,
+        call.cap,
         LISTED=0 if listed is None else listed.shape[2],
         GROUP=group,
-        HAS_CAP=softcap is not None,
+        ROW=call.row,
+        HAS_CAP=call.softcap is not None,
         BLOCK_D=width,
         BLOCK_Q=rows,
         num_warps=_TILE.warps,
@@ -181,6 +172,7 @@ def _attend_run(
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -208,7 +200,7 @@ def _attend_run(
         prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
         begin = tl.load(p_line + in_line("BASE"))
         own = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS")) - begin
-        behind = (prefix - own) * D
+        behind = (prefix - own) * ROW
         first = part * tiles * BLOCK_S
         end = tl.minimum(_ends_of(p_line, SELECTS), first + tiles * BLOCK_S)
         floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
@@ -221,7 +213,7 @@ def _attend_run(
         m_q = o_q < GROUP
         m_d = o_d < D
         m_out = m_q[:, None] & m_d[None, :]
-        o_tile = o_i[:, None] * D + o_d[None, :]
+        o_tile = o_i[:, None] * ROW + o_d[None, :]
         o_h = (query * heads + head) * GROUP + o_q
         is_selecting = tl.load(p_line + in_line("KIND")) > 0
         local = tl.load(p_line + in_line("LOCAL")).to(tl.int32)
@@ -242,7 +234,7 @@ def _attend_run(
             upto_here = tl.where(is_selecting, first, end)
         for s in range(first, upto_here, BLOCK_S):
             m_kv = (o_i < end - s)[:, None] & m_d[None, :]
-            o_kv = (own + s) * D + tl.where(o_i < begin - s, behind, 0)[:, None] + o_tile
+            o_kv = (own + s) * ROW + tl.where(o_i < begin - s, behind, 0)[:, None] + o_tile
             b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
             b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)
             if (s < all_from) | (s + BLOCK_S > all_until):
@@ -268,7 +260,7 @@ def _attend_run(
                 until = tl.where(in_list, local, tl.where(r >= to_local, upto + 1, tl.minimum(end, upto + 1))) - slot
                 m_s = (o_i >= least) & (o_i < tl.minimum(until, end - r))
                 m_kv = m_s[:, None] & m_d[None, :]
-                o_kv = (own + slot) * D + o_tile
+                o_kv = (own + slot) * ROW + o_tile
                 b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
                 b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)
                 b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
@@ -285,7 +277,7 @@ def _attend_run(
                 m_s = (o_r < end) & (position <= upto) & ~(m_listed & (in_sink | (position >= local)))
                 is_wrapped = (ring > 0) & ~in_sink
                 o_slot = tl.where(is_wrapped, sink + (position - sink) % tl.maximum(ring, 1), position)
-                o_kv = (own + o_slot)[:, None] * D + o_d[None, :]
+                o_kv = (own + o_slot)[:, None] * ROW + o_d[None, :]
                 m_kv = m_s[:, None] & m_d[None, :]
                 b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
                 b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)

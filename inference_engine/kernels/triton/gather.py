@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.reads import FIELDS, BlockRead, OffloadedBlockRead, StagedRead
+from inference_engine.kernels.reads import FIELDS, AttentionCall, BlockRead, OffloadedBlockRead, StagedRead
 from inference_engine.kernels.triton.block_places import find_blocks
 from inference_engine.kernels.triton.block_selection import (
     LEAST,
@@ -47,123 +47,57 @@ _FEW = 4  # queries that all these parts are for: of more, the programs would be
 _READ = SelectionTile(64, 2**14, 2, 1)
 
 
-def attend_selecting(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None = None,
-    read: StagedRead,
-    serves_all: bool,
-) -> None:
+def attend_selecting(call: AttentionCall, out: Tensor, read: StagedRead, *, serves_all: bool) -> None:
     """Implements ReadKernel, for BlockRead and OffloadedBlockRead. Of many queries, few should read so."""
     assert isinstance(read.record, BlockRead)
-    blocks = read.record.blocks
-    scores = score_blocks(queries, keys, values, lines, scaling=scaling, kv_heads=kv_heads, blocks=blocks)
-    listed = select_blocks(scores, lines)
-    attend_listed(
-        queries,
-        keys,
-        values,
-        lines,
-        listed,
-        out,
-        scaling=scaling,
-        softcap=softcap,
-        serves_all=serves_all,
-        sources=find_blocks(listed, lines) if isinstance(read.record, OffloadedBlockRead) else None,
-    )
+    listed = select_blocks(score_blocks(call, read.record.blocks), call.lines)
+    sources = find_blocks(listed, call.lines) if isinstance(read.record, OffloadedBlockRead) else None
+    attend_listed(call, out, listed, serves_all=serves_all, sources=sources)
 
 
-def attend_selecting_in_parts(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None = None,
-    read: StagedRead,
-    serves_all: bool,
-) -> None:
+def attend_selecting_in_parts(call: AttentionCall, out: Tensor, read: StagedRead, *, serves_all: bool) -> None:
     """As `attend_selecting`, some queries at a time."""
-    for first in range(0, len(queries), _AT_ONCE):
+    for first in range(0, len(call.queries), _AT_ONCE):
         part = slice(first, first + _AT_ONCE)
-        attend_selecting(
-            queries[part],
-            keys,
-            values,
-            lines[part],
-            out[part],
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            read=read,
-            serves_all=serves_all,
-        )
+        attend_selecting(call.of(part), out[part], read, serves_all=serves_all)
 
 
 def attend_listed(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    regions: Tensor,
-    listed: Tensor,
-    out: Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-    serves_all: bool = True,
-    sources: Tensor | None = None,
+    call: AttentionCall, out: Tensor, listed: Tensor, *, serves_all: bool = True, sources: Tensor | None = None
 ) -> None:
     """Attention of each query to its sink, its listed blocks, and what is local; of others, to all that they see.
 
     listed: [N, Hkv, any] int32, as many valid ones as the line keeps, or as there are candidates if these are fewer.
     sources: as `find_blocks` has them; None: all entries are on the device.
     """
+    queries, kv_heads, group = call.queries, call.kv_heads, call.group
     query_count, query_heads, head_dim = queries.shape
-    kv_heads = listed.shape[1]
     if serves_all and sources is None and query_count > _FEW:
-        attend_few(
-            queries,
-            keys,
-            values,
-            regions,
-            out,
-            kv_heads=kv_heads,
-            scaling=scaling,
-            softcap=softcap,
-            listed=listed,
-        )
+        attend_few(call, out, listed=listed)
         return
-    group, width = query_heads // kv_heads, width_of(head_dim)
+    width = width_of(head_dim)
     part_count = _PARTS if serves_all else _PARTS_OF_MANY
     parts = torch.empty((query_count, query_heads, part_count, head_dim), dtype=torch.float32, device=queries.device)
     sums = torch.empty((query_count, query_heads, part_count), dtype=torch.float32, device=queries.device)
-    tile = _READ.rows_of(width, keys.element_size())
+    tile = _READ.rows_of(width, call.keys.element_size())
     _attend_part[(part_count, kv_heads, query_count)](
         queries,
-        keys,
-        values,
-        regions,
+        call.keys,
+        call.values,
+        call.lines,
         listed,
         parts,
         sums,
-        scaling,
-        0.0 if softcap is None else softcap,
+        call.scaling,
+        call.cap,
         FIELDS=FIELDS,
         BLOCKS=listed.shape[2],
         PARTS=part_count,
         SERVES_ALL=serves_all,
         GROUP=group,
         D=head_dim,
-        HAS_CAP=softcap is not None,
+        ROW=call.row,
+        HAS_CAP=call.softcap is not None,
         BLOCK_G=max(LEAST, triton.next_power_of_2(group)),
         BLOCK_D=width,
         BLOCK_S=tile,
@@ -177,7 +111,7 @@ def attend_listed(
         parts,
         sums,
         out,
-        regions,
+        call.lines,
         FIELDS=FIELDS,
         PARTS=part_count,
         SERVES_ALL=serves_all,
@@ -231,6 +165,7 @@ def _attend_part(
     SERVES_ALL: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -257,6 +192,7 @@ def _attend_part(
         SERVES_ALL,
         GROUP,
         D,
+        ROW,
         HAS_CAP,
         BLOCK_G,
         BLOCK_D,
@@ -286,6 +222,7 @@ def attend_reads(
     SERVES_ALL: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -337,7 +274,7 @@ def attend_reads(
     is_whole = (kind == 0) | ((size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0))
     is_plain = (ring == 0) & (begin == 0) & (sink_floor == floor)
     o_i = tl.arange(0, BLOCK_S)
-    o_tile = o_i[:, None] * D + o_d[None, :]
+    o_tile = o_i[:, None] * ROW + o_d[None, :]
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
@@ -360,7 +297,7 @@ def attend_reads(
             m_s = (o_r < end) & (position <= upto) & ~(m_listed & (in_sink | (position >= local)))
             o_slot = tl.where(in_sink, position, sink + (position - sink) % step)
             o_place = tl.where(b_source >= 0, b_source, -2 - b_source) + o_in % size
-            o_here = (own + tl.where(m_listed, o_place, o_slot)) * D
+            o_here = (own + tl.where(m_listed, o_place, o_slot)) * ROW
             m_host = m_listed & m_s & (b_source < 0)
             o_chunk = (position - sink) // chunk
             at = tl.load(p_table + o_chunk, mask=m_host, other=0) + layer_bytes
@@ -370,14 +307,14 @@ def attend_reads(
             o_values = (at - p_values.to(tl.int64)) // ITEM + ((heads + head) * chunk + o_in_chunk) * D
             o_keys = tl.where(m_host, o_keys, o_here)
             o_values = tl.where(m_host, o_values, o_here)
-            if D % 8 == 0:
+            if D % 8 == 0 and ROW % 8 == 0:
                 o_keys = tl.multiple_of(o_keys, 8)
                 o_values = tl.multiple_of(o_values, 8)
             m_kv = m_s[:, None] & m_d[None, :]
             b_k = tl.load(p_keys + o_keys[:, None] + o_d[None, :], mask=m_kv, other=0.0)
             b_v = tl.load(p_values + o_values[:, None] + o_d[None, :], mask=m_kv, other=0.0)
             b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_q, b_k, b_v, m_s, scaling, softcap, HAS_CAP)
-            if D % 8 == 0:
+            if D % 8 == 0 and ROW % 8 == 0:
                 o_here = tl.multiple_of(o_here, 8)
             m_put = (m_host & (b_source < -1))[:, None] & m_d[None, :]
             tl.store(p_keys + o_here[:, None] + o_d[None, :], b_k, mask=m_put)
@@ -396,7 +333,7 @@ def attend_reads(
                 first = r - to_local + local
                 until = upto + 1
             m_s = (o_i >= floor_here - first) & (o_i < tl.minimum(until - first, end - r))
-            o_first = (own + first) * D
+            o_first = (own + first) * ROW
             m_kv = m_s[:, None] & m_d[None, :]
             b_k = tl.load(p_keys + o_first + o_tile, mask=m_kv, other=0.0)
             b_v = tl.load(p_values + o_first + o_tile, mask=m_kv, other=0.0)
@@ -417,7 +354,7 @@ def attend_reads(
             m_s = (o_r < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, own_floor))
             m_s = m_s & ~(m_listed & (in_sink | (o_s >= local)))
             o_slot = o_s.to(tl.int64)
-            o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * D + o_d[None, :]
+            o_kv = (tl.where(o_slot < begin, prefix, own) + o_slot)[:, None] * ROW + o_d[None, :]
             m_kv = m_s[:, None] & m_d[None, :]
             b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
             b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)

@@ -28,6 +28,7 @@ def place_heads(
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]
+    assert keys.stride() == values.stride()
     queries = torch.empty((count, query_heads, head_dim), dtype=heads.dtype, device=heads.device)
     cos, sin = (heads, heads) if turn is None else (turn.cos, turn.sin)
     rows = writes if turn is None or turn.rows is None else turn.rows
@@ -51,6 +52,7 @@ def place_heads(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        ROW=keys.stride(0),
         HAS_NORMS=norms is not None,
         ADDS_ONE=norms is not None and norms[0].adds_one,
         HAS_TURN=turn is not None,
@@ -81,6 +83,7 @@ def _place_heads(
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ADDS_ONE: tl.constexpr,
     HAS_TURN: tl.constexpr,
@@ -136,6 +139,6 @@ def _place_heads(
         p_out = p_queries + (o_token * QUERY_HEADS + head)[:, None] * D
         tl.store(p_out + o_d[None, :], b_head.to(p_queries.dtype.element_ty), mask=m_tile)
     elif is_moved:
-        tl.store(p_keys + b_entry[:, None] * D + o_d[None, :], b_head.to(p_keys.dtype.element_ty), mask=m_tile)
+        tl.store(p_keys + b_entry[:, None] * ROW + o_d[None, :], b_head.to(p_keys.dtype.element_ty), mask=m_tile)
     else:
-        tl.store(p_values + b_entry[:, None] * D + o_d[None, :], b_head.to(p_values.dtype.element_ty), mask=m_tile)
+        tl.store(p_values + b_entry[:, None] * ROW + o_d[None, :], b_head.to(p_values.dtype.element_ty), mask=m_tile)

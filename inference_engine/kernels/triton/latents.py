@@ -59,7 +59,7 @@ def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) ->
     """See `kernels.latents.Entries`."""
     (heads, count, dim), stride = layers[0].keys.shape, layers[0].keys.stride()
     for layer in layers:
-        assert layer.keys.stride() == layer.values.stride() == stride == (stride[0], dim, 1)
+        assert layer.keys.stride() == layer.values.stride() == stride == (*stride[:2], 1)
         assert units.dtype == layer.synthesis.matrix.dtype
     assert units.is_contiguous()
     if not count:
@@ -77,6 +77,7 @@ def entries(units: Tensor, layers: Sequence[MadeLayer], *, turn: Turn | None) ->
         sin,
         count,
         stride[0],
+        stride[1],
         KIND=_KINDS[layers[0].keys.dtype],
         LAYERS=len(layers),
         NUMBERS=units.shape[1],
@@ -95,7 +96,7 @@ def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
     first, matrix = layers[0], layers[0].analysis.matrix
     (heads, count, dim), stride, padded = first.keys.shape, first.keys.stride(), matrix.shape[2]
     for layer in layers:
-        assert layer.keys.stride() == layer.values.stride() == stride == (stride[0], dim, 1)
+        assert layer.keys.stride() == layer.values.stride() == stride == (*stride[:2], 1)
         assert layer.analysis.matrix.is_contiguous() and layer.analysis.matrix.dtype == matrix.dtype
     units = torch.empty((count, padded), device=first.keys.device)
     if not count:
@@ -112,6 +113,7 @@ def analyse(layers: Sequence[AnalysedLayer], *, turn: Turn | None) -> Tensor:
         sin,
         count,
         stride[0],
+        stride[1],
         padded,
         KIND=_KINDS[first.keys.dtype],
         OPERAND=_KINDS[matrix.dtype],
@@ -178,6 +180,7 @@ def _entries(
     p_sin,
     count,
     stride,
+    row,
     KIND: tl.constexpr,
     LAYERS: tl.constexpr,
     NUMBERS: tl.constexpr,
@@ -228,7 +231,7 @@ def _entries(
         b_turned = k_lower * b_cos - k_upper * b_sin
         k_upper = k_upper * b_cos + k_lower * b_sin
         k_lower = b_turned
-    out = head * stride + o_token.to(tl.int64)[:, None] * DIM + o_dim[None, :]
+    out = head * stride + o_token.to(tl.int64)[:, None] * row + o_dim[None, :]
     _put(p_keys + out, p_keys + out + HALF, k_lower, k_upper, live, p_found)
     _put(p_values + out, p_values + out + HALF, v_lower, v_upper, live, p_found + 1)
 
@@ -264,6 +267,7 @@ def _analyse(
     p_sin,
     count,
     stride,
+    row,
     padded,
     KIND: tl.constexpr,
     OPERAND: tl.constexpr,
@@ -282,7 +286,7 @@ def _analyse(
     wanted = o_number < padded
     o_dim = tl.arange(0, HALF)
     place = o_token.to(tl.int64)[:, None]
-    entry = place * DIM + o_dim[None, :]
+    entry = place * row + o_dim[None, :]
     part = tl.where(wanted, o_number, 0).to(tl.int64)[:, None] * DIM + o_dim[None, :]
     b_cos = tl.full([TILE, HALF], 1.0, dtype=tl.float32)
     b_sin = tl.zeros([TILE, HALF], dtype=tl.float32)

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.reads import FIELDS, AttentionByRecord
+from inference_engine.kernels.reads import FIELDS, AttentionByRecord, AttentionCall
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.line import in_line
@@ -47,40 +47,19 @@ _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
 
-def _attend_regions(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lines: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None,
-) -> None:
+def _attend_regions(call: AttentionCall, out: Tensor) -> None:
     """Implements RegionKernel."""
-    attend = attend_few if len(queries) <= _FEW_QUERIES else _attend_all
-    attend(queries, keys, values, lines, out, kv_heads=kv_heads, scaling=scaling, softcap=softcap)
+    attend = attend_few if len(call.queries) <= _FEW_QUERIES else _attend_all
+    attend(call, out)
 
 
-def _attend_all(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    regions: Tensor,
-    out: Tensor,
-    *,
-    kv_heads: int,
-    scaling: float,
-    softcap: float | None,
-    in_one_order: bool = False,
-) -> None:
+def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False) -> None:
     """For queries that read all that they see; others get zeros.
 
     in_one_order: cut what each sees into parts, also where a program goes through all of them.
     """
+    queries, regions, kv_heads, group = call.queries, call.lines, call.kv_heads, call.group
     query_count, query_heads, head_dim = queries.shape
-    group = query_heads // kv_heads
     width = max(_LEAST, triton.next_power_of_2(head_dim))
     is_narrow = width * queries.element_size() <= 256 and queries.element_size() == 2
     # Single queries, too, fill a tile with their group: other tiles multiply and add in another order.
@@ -113,8 +92,8 @@ def _attend_all(
     sums = torch.empty(
         (2, query_count, query_heads, states) if has_parts else (0,), dtype=torch.float32, device=queries.device
     )
-    tensors = (queries, keys, values, regions, held, sums, out)
-    numbers = (query_count, scaling, 0.0 if softcap is None else softcap)
+    tensors = (queries, call.keys, call.values, regions, held, sums, out)
+    numbers = (query_count, call.scaling, call.cap)
     constants = {
         "FIELDS": FIELDS,
         "PARTS": states,
@@ -126,7 +105,8 @@ def _attend_all(
         "TILE": tile,
         "BLOCK_T": triton.next_power_of_2(tile),
         "D": head_dim,
-        "HAS_CAP": softcap is not None,
+        "ROW": call.row,
+        "HAS_CAP": call.softcap is not None,
         "BLOCK_D": width,
         "BLOCK_S": block_s,
         "num_stages": stages,
@@ -236,6 +216,7 @@ def _attend_rows(
     HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -255,7 +236,7 @@ def _attend_rows(
     prefix = tl.load(p_line + in_line("PREFIX_START")) + head * tl.load(p_line + in_line("PREFIX_HEAD_SLOTS"))
     begin = tl.load(p_line + in_line("BASE"))
     own = tl.load(p_line) + head * region - begin
-    behind = (prefix - own) * D
+    behind = (prefix - own) * ROW
     b_upto = tl.load(p_regions + o_query * FIELDS + in_line("UPTO"), mask=m_q, other=-1).to(tl.int32)
     m_real = tl.load(p_regions + o_query * FIELDS + in_line("COUNT"), mask=m_q, other=0) > 0
     b_floor = tl.load(p_regions + o_query * FIELDS + in_line("FLOOR"), mask=m_q, other=0).to(tl.int32)
@@ -279,7 +260,7 @@ def _attend_rows(
         gdc_wait()
         gdc_launch_dependents()
     o_i = tl.arange(0, BLOCK_S)
-    o_tile = o_i[:, None] * D + o_d[None, :]
+    o_tile = o_i[:, None] * ROW + o_d[None, :]
     b_q = tl.load(p_queries + o_h[:, None] * D + o_d[None, :], mask=m_out, other=0.0)
     # Powers of two are what the device computes; scores are scaled to them as the largest is subtracted.
     to_power = 1.4426950408889634 if HAS_CAP else scaling * 1.4426950408889634
@@ -294,7 +275,7 @@ def _attend_rows(
             m_s = o_i < end - s
             m_kv = m_s[:, None] & m_d[None, :]
             o_before = tl.where(o_i < begin - s, behind, 0)
-            o_kv = (own + s) * D + o_before[:, None] + o_tile
+            o_kv = (own + s) * ROW + o_before[:, None] + o_tile
             b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
             b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
             if HAS_CAP:
@@ -377,6 +358,7 @@ def _attend_one(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -397,7 +379,7 @@ def _attend_one(
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, query + o_q * 0, o_h,
             o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS,
-            HOLDS_ONE, GROUP, D, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
+            HOLDS_ONE, GROUP, D, ROW, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()  # what comes later relies on every program to wait
@@ -425,6 +407,7 @@ def _attend_tile(
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     D: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -444,7 +427,7 @@ def _attend_tile(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
             (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + in_line("COUNT")).to(tl.int32),
             _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, HOLDS_ONE, GROUP, D,
-            HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
+            ROW, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()

@@ -41,7 +41,7 @@ from inference_engine.kernels.gather import (
     gather_vectors,
     select,
 )
-from inference_engine.kernels.reads import SINK, START, RaggedAttention, StagedRead, TokenRead
+from inference_engine.kernels.reads import SINK, START, AttentionCall, RaggedAttention, StagedRead, TokenRead
 from inference_engine.kv.context import ArchivedCodes, LayerIndex, OpenIndex, RestoreCache, TiledLayers, TileWriter
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
@@ -400,14 +400,16 @@ class BesideView:
         assert scoring.head_sinks is None, "the operation has none"
         out = self.others.read(layer, queries, buffer, scoring)
         out[self.choosing] = self.attend(
-            queries[self.choosing],
-            buffer.keys,
-            buffer.values,
-            self.lines[layer],
-            kv_heads=self.kv_heads,
-            scaling=scoring.scaling,
-            softcap=scoring.softcap,
-            reads=self.reads,
+            AttentionCall(
+                queries[self.choosing],
+                buffer.keys,
+                buffer.values,
+                self.lines[layer],
+                kv_heads=self.kv_heads,
+                scaling=scoring.scaling,
+                softcap=scoring.softcap,
+                reads=self.reads,
+            )
         )
         return out
 

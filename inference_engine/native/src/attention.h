@@ -64,12 +64,20 @@ using KERNELS::load;
 
 // -- products of small matrices ---------------------------------------------------------------------------------------
 
-// Memory that is read next: while a product computes, it is fetched, `step` bytes for each of the `count`.
+constexpr int LINE_BYTES = 64;  // bytes that a processor's caches hold together
+
+// Memory that is read next: while a product computes, it is fetched, `each` lines at a time, row after row.
 struct Ahead {
-  const char* from = nullptr;
-  int64_t step = 0;
-  void fetch(int k) const {
-    for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(from + k * step + byte);
+  const char* at = nullptr;
+  int each = 0;
+  int row = 0, left = 0;  // lines of a row, and of this one
+  int64_t gap = 0;        // bytes from the end of a row to the next one
+  void fetch(int) {
+    for (int i = 0; i < each; i++) {
+      __builtin_prefetch(at);
+      at += LINE_BYTES;
+      if (!--left) at += gap, left = row;
+    }
   }
 };
 constexpr Ahead NOTHING = {};
@@ -78,12 +86,12 @@ constexpr Ahead NOTHING = {};
 template <class T>
 struct ListedAhead {
   const T* from = nullptr;
-  int64_t stride = 0;
+  int64_t stride = 0, width = 0;
   const int64_t* list = nullptr;
   int count = 0;
   void fetch(int k) const {
     if (k >= count) return;
-    for (int64_t at = 0; at < stride; at += 64 / (int64_t)sizeof(T)) __builtin_prefetch(from + list[k] * stride + at);
+    for (int64_t at = 0; at < width; at += LINE_BYTES / (int64_t)sizeof(T)) __builtin_prefetch(from + list[k] * stride + at);
   }
 };
 
@@ -105,7 +113,7 @@ struct ListedRows {
 // c[R][16 N] += a[R][count] · b[count][16 N], from column `at` on: every element is one chain of fma, `count` ascending.
 template <int R, int N, class B, class A>
 static void product_tile(const float* a, int64_t a_stride, const B& b, int at, int count, float* c, int64_t c_stride,
-                         const A& ahead) {
+                         A ahead) {
   F sums[R][N];
   c += at;
 #pragma GCC unroll 8
@@ -382,12 +390,12 @@ template <class T>
 class Reader {
  public:
   Reader(const Attention& call)
-      : call_(call), dim_(call.head_dim), group_(call.query_heads / call.kv_heads) {}
+      : call_(call), dim_(call.head_dim), value_dim_(call.value_dim), group_(call.query_heads / call.kv_heads) {}
 
   // Chunks first … end - 1 of a tile. states: where each chunk's state goes; null: they are joined and finished here.
   void read(const Tile& tile, int head, int64_t first, int64_t end, float* states) {
     head_ = head, first_ = tile.first, count_ = (int)(tile.end - tile.first);
-    int64_t rows = (int64_t)count_ * group_, size = rows * state_size(dim_);
+    int64_t rows = (int64_t)count_ * group_, size = rows * state_size(value_dim_);
     make_room(rows);
     take_queries();
     if (!states) memset(totals_, 0, sizeof(float) * size);
@@ -396,23 +404,23 @@ class Reader {
     for (int64_t chunk = first; chunk < end; chunk++) {
       float* state = states ? states + (chunk - first) * size : parts_;
       if (!(is_alone ? take_sight(chunk) : take_sights(chunk))) {
-        for (int64_t row = 0; states && row < rows; row++) state[row * state_size(dim_) + dim_] = 0;
+        for (int64_t row = 0; states && row < rows; row++) state[row * state_size(value_dim_) + value_dim_] = 0;
         continue;
       }
       memset(state, 0, sizeof(float) * size);
       read_chunk(chunk * CHUNK, state);
       for (int64_t row = 0; !states && row < rows; row++)
-        join(totals_ + row * state_size(dim_), state + row * state_size(dim_), dim_);
+        join(totals_ + row * state_size(value_dim_), state + row * state_size(value_dim_), value_dim_);
     }
     if (!states) finish_rows(tile, head, totals_);
   }
 
   // Joins the states of all chunks of a tile and finishes it.
   void merge(const Tile& tile, int head, float* states) {
-    int64_t rows = (tile.end - tile.first) * group_, each = state_size(dim_);
+    int64_t rows = (tile.end - tile.first) * group_, each = state_size(value_dim_);
     for (int64_t chunk = 1; chunk < tile.end_chunk - tile.first_chunk; chunk++)
       for (int64_t row = 0; row < rows; row++)
-        join(states + row * each, states + (chunk * rows + row) * each, dim_);
+        join(states + row * each, states + (chunk * rows + row) * each, value_dim_);
     finish_rows(tile, head, states);
   }
 
@@ -422,7 +430,7 @@ class Reader {
   void make_room(int64_t rows) {
     if ((int64_t)room_.sights.size() < count_) room_.sights.resize(count_);
     sights_ = room_.sights.data();
-    int64_t queries = padded(rows * dim_), keys = (int64_t)dim_ * WORD, state = rows * state_size(dim_);
+    int64_t queries = padded(rows * dim_), keys = (int64_t)dim_ * WORD, state = rows * state_size(value_dim_);
     queries_ = room_.floats(queries + rows * CHUNK + keys + 2 * state + dim_);
     scores_ = queries_ + queries;
     keys_ = scores_ + rows * CHUNK;
@@ -479,11 +487,19 @@ class Reader {
     take_region(line(0));
     for (int w = 0; !room_.ahead.empty() && w < CHUNK / WORD; w++)
       if (room_.ahead[0].sight.words[w])
-        Ahead{key_bytes(room_.ahead[0].chunk, w), (int64_t)sizeof(T) * WORD * dim_}.fetch(0);
+        rows_ahead(key_bytes(room_.ahead[0].chunk, w), dim_, WORD * lines_of(dim_)).fetch(0);
   }
 
   const char* key_bytes(int64_t chunk, int w) const {
     return (const char*)vector(call_.keys, chunk * CHUNK + w * WORD);
+  }
+
+  static int lines_of(int width) { return (width * (int)sizeof(T) + LINE_BYTES - 1) / LINE_BYTES; }
+
+  // Vectors of `width` numbers, from these bytes on, `each` lines at a time.
+  Ahead rows_ahead(const void* from, int width, int each) const {
+    int lines = lines_of(width);
+    return {(const char*)from, each, lines, lines, call_.row * (int64_t)sizeof(T) - lines * LINE_BYTES};
   }
 
   void take_region(const int64_t* numbers) {
@@ -514,7 +530,7 @@ class Reader {
     for (int query = first; query < end; query++) {
       if (sights_[query].none()) continue;
       for (int64_t row = (int64_t)query * group_; row < (int64_t)(query + 1) * group_; row++)
-        weigh(scores_ + row * CHUNK, sights_[query], call_.softcap, states + row * state_size(dim_), dim_);
+        weigh(scores_ + row * CHUNK, sights_[query], call_.softcap, states + row * state_size(value_dim_), value_dim_);
     }
     for (int w = 0; w < CHUNK / WORD; w++)
       strips(first, end, [&](int from, int to, int64_t row, int rows) {
@@ -537,7 +553,7 @@ class Reader {
   }
 
   const T* vector(const void* buffer, int64_t slot) const {
-    return (const T*)buffer + ((slot < base_ ? prefix_ : own_) + slot) * dim_;
+    return (const T*)buffer + ((slot < base_ ? prefix_ : own_) + slot) * call_.row;
   }
 
   uint64_t seen_by_any(int first, int end, int w) const {
@@ -558,8 +574,9 @@ class Reader {
         vectors[i] = seen >> (16 * g + i) & 1 ? vector(call_.keys, chunk + slot) : (const T*)nothing_;
       }
       Ahead values = NOTHING;
-      int64_t first_value = chunk + w * WORD + g * TURN_FETCHES, bytes = TURN_FETCHES * 16 * (int64_t)sizeof(T);
-      if (count_ == 1) values = {(const char*)vector(call_.values, first_value), bytes};
+      int64_t first_value = chunk + w * WORD + g * TURN_FETCHES;
+      int each = TURN_FETCHES * 16 * (int)sizeof(T) / LINE_BYTES;
+      if (count_ == 1) values = rows_ahead(vector(call_.values, first_value), value_dim_, each);
       turn(vectors, dim_, keys_ + 16 * g, values);
     }
     return seen;
@@ -572,8 +589,9 @@ class Reader {
     float* scores = scores_ + row * CHUNK + w * WORD + 16 * from;
     for (int r = 0; r < rows; r++) memset(scores + r * CHUNK, 0, sizeof(float) * 16 * (to - from));
     Ahead values = NOTHING;
-    int64_t first_value = w * WORD + WORD / 16 * TURN_FETCHES, bytes = (WORD - WORD / 16 * TURN_FETCHES) * sizeof(T);
-    if (count_ == 1) values = {(const char*)vector(call_.values, chunk + first_value), bytes};
+    int64_t first_value = w * WORD + WORD / 16 * TURN_FETCHES;
+    int each = (WORD - WORD / 16 * TURN_FETCHES) * (int)sizeof(T) / LINE_BYTES;
+    if (count_ == 1) values = rows_ahead(vector(call_.values, chunk + first_value), value_dim_, each);
     product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from, values);
   }
 
@@ -618,28 +636,27 @@ class Reader {
       if (from == border) continue;
       Ahead keys = NOTHING;
       const char* next = count_ == 1 ? next_keys_[from / WORD] : nullptr;
-      int64_t bytes = dim_ * (int64_t)sizeof(T);
-      if (next) keys = {next + from % WORD * bytes, bytes};
-      product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), dim_, border - from,
-              states + row * state_size(dim_), state_size(dim_), dim_ / 16, keys);
+      if (next) keys = rows_ahead(next + from % WORD * call_.row * sizeof(T), dim_, lines_of(dim_));
+      product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), call_.row, border - from,
+              states + row * state_size(value_dim_), state_size(value_dim_), value_dim_ / 16, keys);
     }
   }
 
   void finish_rows(const Tile& tile, int head, const float* states) const {
     for (int64_t query = tile.first; query < tile.end; query++)
-      for (int g = 0; g < group_; g++, states += state_size(dim_)) {
+      for (int g = 0; g < group_; g++, states += state_size(value_dim_)) {
         int query_head = head * group_ + g;
         const float* sink = call_.head_sinks ? call_.head_sinks + query_head : nullptr;
-        finish(states, sink, dim_, call_.out + query * call_.out_stride + (int64_t)query_head * dim_);
+        finish(states, sink, value_dim_, call_.out + query * call_.out_stride + (int64_t)query_head * value_dim_);
         if (call_.lse)  // of a query that sees nothing there is no largest score
           call_.lse[query * call_.query_heads + query_head] =
-              states[dim_] == 0 ? -INFINITY : states[dim_ + 1] + std::log(states[dim_]);
+              states[value_dim_] == 0 ? -INFINITY : states[value_dim_ + 1] + std::log(states[value_dim_]);
       }
   }
 
   const Attention& call_;
   Room& room_ = Room::own();
-  int dim_, group_;
+  int dim_, value_dim_, group_;
   size_t next_ = 0;                           // of what is ahead
   const char* next_keys_[CHUNK / WORD] = {};  // of the chunk after, to fetch while these words' values are added
   int head_ = 0, count_ = 0;
@@ -667,7 +684,7 @@ static void make_tiles(const Attention& call, int threads, Plan& plan) {
   for (int64_t query = 0; query < call.count;) {
     const int64_t* line = line_of(call, query);
     if (!line[COUNT]) {
-      memset(call.out + query * call.out_stride, 0, sizeof(float) * call.query_heads * call.head_dim);
+      memset(call.out + query * call.out_stride, 0, sizeof(float) * call.query_heads * call.value_dim);
       if (call.lse) std::fill_n(call.lse + query * call.query_heads, call.query_heads, -INFINITY);
       query++;
       continue;
@@ -703,7 +720,7 @@ static void make_items(const Attention& call, int threads, Plan& plan) {
   for (size_t t = 0; t < plan.tiles.size(); t++) {
     Tile& tile = plan.tiles[t];
     int64_t chunks = std::max<int64_t>(0, tile.end_chunk - tile.first_chunk);
-    int64_t size = chunks * (tile.end - tile.first) * group * state_size(call.head_dim) * call.kv_heads;
+    int64_t size = chunks * (tile.end - tile.first) * group * state_size(call.value_dim) * call.kv_heads;
     int64_t pieces = std::min((cost_of(call, tile) + share - 1) / share, chunks);
     if (threads > 1 && pieces > 1 && plan.states_size + size <= MOST_STATES) {
       tile.pieces = pieces, tile.states = plan.states_size, tile.left = plan.counts;
@@ -746,7 +763,7 @@ static void attend_as(Threads& threads, const Attention& call) {
     const Tile& tile = plan.tiles[item.tile];
     Reader<T> reader(call);
     if (tile.pieces == 1) return reader.read(tile, item.head, item.first_chunk, item.end_chunk, nullptr);
-    int64_t each = (tile.end - tile.first) * (call.query_heads / call.kv_heads) * state_size(call.head_dim);
+    int64_t each = (tile.end - tile.first) * (call.query_heads / call.kv_heads) * state_size(call.value_dim);
     float* states = plan.states.data() + tile.states + item.head * (tile.end_chunk - tile.first_chunk) * each;
     float* own_states = states + (item.first_chunk - tile.first_chunk) * each;
     reader.read(tile, item.head, item.first_chunk, item.end_chunk, own_states);

@@ -58,17 +58,17 @@ INLINE int32_t order(float number) {
 
 // Scores of at most 16 blocks for R heads, from their bounds on; `more` more blocks lie behind.
 template <int R, class T>
-static void score_some(const float* positive, const float* negative, const T* high, const T* low, int dim, int count,
-                       int64_t more, float* out) {
+static void score_some(const float* positive, const float* negative, const T* high, const T* low, int64_t row, int dim,
+                       int count, int64_t more, float* out) {
   F parts[R][16];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
     for (int i = count; i < 16; i++) parts[r][i] = all(0.0f);
-  for (int i = 0; i < count; i++, high += dim, low += dim) {
+  for (int i = 0; i < count; i++, high += row, low += row) {
     if (i < more)
       for (int64_t byte = 0; byte < dim * (int64_t)sizeof(T); byte += 64) {
-        __builtin_prefetch((const char*)(high + 16 * dim) + byte);
-        __builtin_prefetch((const char*)(low + 16 * dim) + byte);
+        __builtin_prefetch((const char*)(high + 16 * row) + byte);
+        __builtin_prefetch((const char*)(low + 16 * row) + byte);
       }
     F sums[R];
 #pragma GCC unroll 8
@@ -89,13 +89,13 @@ static void score_some(const float* positive, const float* negative, const T* hi
 }
 
 template <class T>
-static void score_heads(int heads, const float* positive, const float* negative, const T* high, const T* low, int dim,
-                        int count, int64_t more, float* out) {
+static void score_heads(int heads, const float* positive, const float* negative, const T* high, const T* low,
+                        int64_t row, int dim, int count, int64_t more, float* out) {
   switch (heads) {
-    case 1: return score_some<1>(positive, negative, high, low, dim, count, more, out);
-    case 2: return score_some<2>(positive, negative, high, low, dim, count, more, out);
-    case 3: return score_some<3>(positive, negative, high, low, dim, count, more, out);
-    default: return score_some<4>(positive, negative, high, low, dim, count, more, out);
+    case 1: return score_some<1>(positive, negative, high, low, row, dim, count, more, out);
+    case 2: return score_some<2>(positive, negative, high, low, row, dim, count, more, out);
+    case 3: return score_some<3>(positive, negative, high, low, row, dim, count, more, out);
+    default: return score_some<4>(positive, negative, high, low, row, dim, count, more, out);
   }
 }
 
@@ -120,10 +120,11 @@ static void score_piece(const Attention& call, const Choice& choice, int64_t pie
   int32_t* out = lists.scores.data() + choice.scores - choice.first;
   for (; first < end; first += 16) {
     int count = (int)std::min<int64_t>(end - first, 16);
-    const T *high = (const T*)call.values + (slot + first) * dim, *low = (const T*)call.keys + (slot + first) * dim;
+    const T *high = (const T*)call.values + (slot + first) * call.row;
+    const T* low = (const T*)call.keys + (slot + first) * call.row;
     for (int head = 0; head < group; head += MOST_HEADS)
       score_heads(std::min(MOST_HEADS, group - head), positive + (int64_t)head * dim, negative + (int64_t)head * dim, high,
-                  low, dim, count, end - first - 16, scores + 16 * head);
+                  low, call.row, dim, count, end - first - 16, scores + 16 * head);
     for (int i = 0; i < count; i++) {
       int32_t best = order(scores[i]);
       for (int head = 1; head < group; head++) best = std::max(best, order(scores[16 * head + i]));
@@ -181,7 +182,7 @@ static int64_t choose(const Attention& call, const Choice& choice, Lists& lists)
 
 // Joins the states of a query and KV head.
 static void finish_choice(const Attention& call, const Choice& choice, int64_t count, Lists& lists) {
-  int group = call.query_heads / call.kv_heads, dim = call.head_dim;
+  int group = call.query_heads / call.kv_heads, dim = call.value_dim;
   int64_t each = state_size(dim);
   for (int g = 0; g < group; g++) {
     float* state = lists.states.data() + choice.states + g * each;
@@ -197,7 +198,7 @@ static void finish_choice(const Attention& call, const Choice& choice, int64_t c
 
 // One choice for each query that chooses blocks and KV head.
 static void make_choices(const Attention& call, int threads, Lists& lists) {
-  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.value_dim);
   int64_t scores = 0, slots = 0, states = 0;
   lists.choices.clear();
   for (int64_t query = 0; query < call.count; query++) {
@@ -266,7 +267,7 @@ static void attend_all(Threads& threads, const Attention& call) {
               int64_t found = choose(call, one, lists);
               lists.counts[(size_t)c] = (int32_t)found;
               Chunk<T> first = listed::chunk_of<T>(call, one.query, one.head, lists.slots.data() + one.slots, found);
-              ListedAhead<T> keys = first.ahead(first.keys, 0, listed::KEYS_AHEAD);
+              ListedAhead<T> keys = first.keys_ahead(0, listed::KEYS_AHEAD);
               for (int i = 0; i < keys.count; i++) keys.fetch(i);
             });
   auto chunk_at = [&](int64_t item) {
@@ -278,7 +279,7 @@ static void attend_all(Threads& threads, const Attention& call) {
   each_part([](const Choice& one) { return one.chunks; },
             [&](int64_t item, int64_t c, int64_t chunk) {
               const Choice& one = lists.choices[(size_t)c];
-              int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+              int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.value_dim);
               // While the others do one item each, this thread does one.
               int64_t next = item + (is_alone ? 1 : threads.count());
               Chunk<T> own_chunk = chunk_at(item);

@@ -172,7 +172,7 @@ class Columns {
 
   // The first number of an entry in its layer's region.
   int64_t place(int head, int lane) const {
-    return ((int64_t)head * call_.region_slots + call_.entry_slots[entry(lane)]) * dim_;
+    return ((int64_t)head * call_.region_slots + call_.entry_slots[entry(lane)]) * call_.row;
   }
 
   const CodedEntries& call_;

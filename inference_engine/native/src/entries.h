@@ -52,8 +52,8 @@ INLINE F get(int32_t type, const void* buffer, int64_t at) {
   return type == KV_FLOAT16 ? load_f16((const uint16_t*)buffer + at) : load_bf16((const uint16_t*)buffer + at);
 }
 
-static void put(int32_t type, void* buffer, int64_t place, const float* x, int64_t width) {
-  for (int64_t i = 0; i < width; i += LANES) put_lanes(type, buffer, place * width + i, load(x + i));
+static void put(int32_t type, void* buffer, int64_t at, const float* x, int64_t width) {
+  for (int64_t i = 0; i < width; i += LANES) put_lanes(type, buffer, at + i, load(x + i));
 }
 
 }  // namespace KERNELS

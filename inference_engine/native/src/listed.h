@@ -25,13 +25,17 @@ constexpr int MOST_HEADS = 4;   // that are multiplied at once
 template <class T>
 struct Chunk {
   const T *keys = nullptr, *values = nullptr;  // of the region
-  int64_t stride = 0;
+  int64_t row = 0;
+  int key_dim = 0, value_dim = 0;
   const int64_t* slots = nullptr;
   int count = 0;
 
-  // `some` of them from the first on.
-  ListedAhead<T> ahead(const T* entries, int first, int some) const {
-    return {entries, stride, slots + first, std::min(some, count - first)};
+  // Keys, or values, of `some` of them from the first on.
+  ListedAhead<T> keys_ahead(int first, int some) const {
+    return {keys, row, key_dim, slots + first, std::min(some, count - first)};
+  }
+  ListedAhead<T> values_ahead(int first, int some) const {
+    return {values, row, value_dim, slots + first, std::min(some, count - first)};
   }
 };
 
@@ -39,21 +43,21 @@ struct Chunk {
 template <class T>
 static Chunk<T> chunk_of(const Attention& call, int64_t query, int head, const int64_t* slots, int64_t count) {
   const int64_t* line = line_of(call, query);
-  int64_t region = (line[START] + head * line[HEAD_SLOTS]) * call.head_dim;
-  return {(const T*)call.keys + region, (const T*)call.values + region, call.head_dim, slots,
+  int64_t region = (line[START] + head * line[HEAD_SLOTS]) * call.row;
+  return {(const T*)call.keys + region, (const T*)call.values + region, call.row, call.head_dim, call.value_dim, slots,
           (int)std::max<int64_t>(0, std::min<int64_t>(CHUNK, count))};
 }
 
 // Products of 16 keys at most with R vectors, into out[r · CHUNK …]; those that there are not give 0.
 template <int R, class T>
 static void score_some(const float* queries, const Chunk<T>& chunk, int first, float* out) {
-  int dim = (int)chunk.stride, count = std::min(16, chunk.count - first);
+  int dim = chunk.key_dim, count = std::min(16, chunk.count - first);
   F parts[R][16];
   for (int i = count; i < 16; i++)
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) parts[r][i] = all(0.0f);
   for (int i = 0; i < count; i++) {
-    const T* key = chunk.keys + chunk.slots[first + i] * dim;
+    const T* key = chunk.keys + chunk.slots[first + i] * chunk.row;
     F sums[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) sums[r] = all(0.0f);
@@ -83,17 +87,17 @@ static void score_heads(int heads, const float* queries, const Chunk<T>& chunk, 
 template <class T>
 static void read(const Attention& call, int64_t query, int head, const Chunk<T>& chunk, const Chunk<T>& next,
                  float* states) {
-  int dim = call.head_dim, group = call.query_heads / call.kv_heads;
+  int dim = call.head_dim, value_dim = call.value_dim, group = call.query_heads / call.kv_heads;
   int64_t size = padded((int64_t)group * dim);
   float* queries = Room::own().floats(size + (int64_t)group * CHUNK);
   float* scores = queries + size;
   const float* from = call.queries + query * call.query_stride + (int64_t)head * group * dim;
   for (int d = 0; d < group * dim; d += 16) store(queries + d, mul(load(from + d), all(call.scaling)));
-  memset(states, 0, sizeof(float) * group * state_size(dim));
-  ListedAhead<T> begin = chunk.ahead(chunk.keys, 0, KEYS_AHEAD);
+  memset(states, 0, sizeof(float) * group * state_size(value_dim));
+  ListedAhead<T> begin = chunk.keys_ahead(0, KEYS_AHEAD);
   for (int i = 0; i < KEYS_AHEAD; i++) begin.fetch(i);
   for (int first = 0; first < chunk.count; first += 16) {
-    ListedAhead<T> keys = chunk.ahead(chunk.keys, first + KEYS_AHEAD, 16), values = chunk.ahead(chunk.values, first, 16);
+    ListedAhead<T> keys = chunk.keys_ahead(first + KEYS_AHEAD, 16), values = chunk.values_ahead(first, 16);
     for (int i = 0; i < 16; i++) keys.fetch(i), values.fetch(i);
     for (int g = 0; g < group; g += MOST_HEADS)
       score_heads(std::min(MOST_HEADS, group - g), queries + (int64_t)g * dim, chunk, first,
@@ -102,11 +106,11 @@ static void read(const Attention& call, int64_t query, int head, const Chunk<T>&
   Sight sight = {};
   sight.add(0, chunk.count);
   for (int g = 0; g < group; g++)
-    weigh(scores + (int64_t)g * CHUNK, sight, call.softcap, states + g * state_size(dim), dim);
+    weigh(scores + (int64_t)g * CHUNK, sight, call.softcap, states + g * state_size(value_dim), value_dim);
   for (int g = 0; g < group; g += ROWS)
     product_of(std::min(ROWS, group - g), scores + (int64_t)g * CHUNK, CHUNK,
-               ListedRows<T>{chunk.values, dim, chunk.slots}, chunk.count, states + g * state_size(dim),
-               state_size(dim), dim / 16, g ? ListedAhead<T>{} : next.ahead(next.keys, 0, KEYS_AHEAD));
+               ListedRows<T>{chunk.values, chunk.row, chunk.slots}, chunk.count, states + g * state_size(value_dim),
+               state_size(value_dim), value_dim / 16, g ? ListedAhead<T>{} : next.keys_ahead(0, KEYS_AHEAD));
 }
 
 }  // namespace listed

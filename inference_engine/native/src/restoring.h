@@ -311,7 +311,7 @@ static void take_turns(const Turning& turning, int64_t position, float* __restri
 // `places(head, i)` of K and of V is written. False if a number is not finite.
 template <class Positions, class Places>
 static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turning& turning, int dim, int32_t kv_type,
-                    void* keys, void* values, int64_t count, int from, int to, const Positions& positions,
+                    void* keys, void* values, int64_t row, int64_t count, int from, int to, const Positions& positions,
                     const Places& places) {
   Room& room = Room::own();
   int64_t width = 2 * dim, turned = turning.turned, stride = turned + 2 * LANES;
@@ -346,21 +346,22 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
         store(entry + d, number);
       }
       rotate(entry, turns, turns + turned / 2, turned);
-      int64_t place = places(head, i);
-      put(kv_type, keys, place, entry, dim);
-      put(kv_type, values, place, entry + dim, dim);
+      int64_t at = places(head, i) * row;
+      put(kv_type, keys, at, entry, dim);
+      put(kv_type, values, at, entry + dim, dim);
     }
   }
   return sum(rest) == 0.0f && (kv_type != KV_FLOAT16 || largest(most) < LARGEST_F16);
 }
 
 // Missing tokens of one head into the restore cache.
-static void restore_missing(const KeyIndex& index, int head, int dim, int32_t kv_type, void* keys, void* values,
-                            const Missing* missing, int64_t count) {
+static void restore_missing(const KeyIndex& index, int head, const Attention& call, const Missing* missing,
+                            int64_t count) {
   Archive& archive = *index.archive;
   int32_t* held = archive.held + head * archive.slots;
   bool is_finite = restore(
-      archive.codes, *archive.decoder, archive.turning, dim, kv_type, keys, values, count, head, head + 1,
+      archive.codes, *archive.decoder, archive.turning, call.head_dim, call.kv_type, (void*)call.keys,
+      (void*)call.values, call.row, count, head, head + 1,
       [&](int64_t i) { return (int64_t)missing[i].position; },
       [&](int, int64_t i) { return archive.start + head * archive.slots + missing[i].slot; });
   for (int64_t i = 0; i < count; i++) held[missing[i].slot] = missing[i].position;
@@ -377,7 +378,8 @@ static bool restore_run(Threads& threads, const RestoredRun& run) {
     for (; block < end; block++) {
       int64_t first = block * each, count = std::min(each, run.count - first);
       bool found = restoring::restore(
-          run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, count, 0, run.kv_heads,
+          run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, run.row, count,
+          0, run.kv_heads,
           [&](int64_t i) { return run.first + first + i; },
           [&](int head, int64_t i) { return head * run.apart + first + i; });
       if (!found) is_finite.store(false, std::memory_order_relaxed);

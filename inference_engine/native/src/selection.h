@@ -37,7 +37,6 @@ constexpr int64_t PIECE = 1024;       // tokens that are scored in one go
 constexpr int64_t QUERIES_AT_ONCE = 8;
 constexpr int SERIES = 4;             // terms of slow frequencies
 constexpr int HEADS_AT_ONCE = 4;
-constexpr int64_t LINE_BYTES = 64;    // of the processor's caches
 constexpr int MOST_TILE = 256;        // tokens
 constexpr int BUCKETS = 1 << 11;      // of weights, by their leading bits
 constexpr int BUCKET_SHIFT = 20;
@@ -116,7 +115,7 @@ class Scorer {
   // The scores of a tile: head g's from out + g · stride on, vector after vector.
   void score(int64_t tile, float* out, int64_t stride) {
     const uint8_t* words = (tile & 1 ? index_.odd : index_.even) + ((tile / 2) * heads_ + head_) * index_.words * 64;
-    for (int64_t at = 0; at < index_.words * 64; at += LINE_BYTES) __builtin_prefetch(words + at);
+    for (int64_t at = 0; at < (int64_t)index_.words * 64; at += LINE_BYTES) __builtin_prefetch(words + at);
     turn(tile);
     // The usual sizes of a code: where its fields lie is known here.
     if (index_.bits == 3 && index_.rank == 16 && index_.run == 4) return add_fields<3, 16>(words, out, stride);
@@ -375,7 +374,7 @@ INLINE int64_t near_count(const Job& job) {
 template <class T>
 static void read_near(const Attention& call, const Job& job, int64_t chunk, Scratch& scratch) {
   int64_t first = chunk * CHUNK, sink = near_sink(job), local = std::max(job.local, job.sink) - sink;
-  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.value_dim);
   // The window is no longer than the ring buffer, so that it wraps around once at most.
   int64_t begin = job.ring ? (local + sink - job.sink) % job.ring : 0;
   auto slot = [&](int i) {
@@ -393,7 +392,7 @@ static void read_near(const Attention& call, const Job& job, int64_t chunk, Scra
 
 template <class T>
 static void read_chosen(const Attention& call, const Job& job, int64_t chunk, int64_t found, Scratch& scratch) {
-  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.head_dim);
+  int64_t size = (int64_t)(call.query_heads / call.kv_heads) * state_size(call.value_dim);
   int64_t slots[CHUNK], first = job.chosen + chunk * CHUNK, count = std::min<int64_t>(CHUNK, found - chunk * CHUNK);
   for (int64_t i = 0; i < count; i++)
     slots[i] = job.ring ? scratch.places[(size_t)(first + i)] : scratch.chosen[(size_t)(first + i)];
@@ -427,7 +426,7 @@ INLINE void each_least(const KeyIndex& index, const Job& job, const float* weigh
 static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   const KeyIndex& index = *job.index;
   int group = call.query_heads / call.kv_heads;
-  int64_t tile_size = tile_tokens(index), tokens = tokens_of(job), each = state_size(call.head_dim);
+  int64_t tile_size = tile_tokens(index), tokens = tokens_of(job), each = state_size(call.value_dim);
   if (!tokens || !job.kept) return 0;
   const float* parts = scratch.parts.data() + job.parts;
   float* weights = scratch.weights.data() + job.weights;
@@ -435,7 +434,7 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   shares.resize((size_t)(job.pieces * group));
   for (int g = 0; g < group; g++) {
     float top = HIDDEN, total = 0;
-    auto near = [&](int64_t chunk) { return scratch.near.data() + job.near + (chunk * group + g) * each + call.head_dim; };
+    auto near = [&](int64_t chunk) { return scratch.near.data() + job.near + (chunk * group + g) * each + call.value_dim; };
     for (int64_t chunk = 0; chunk < job.near_chunks; chunk++) top = std::max(top, near(chunk)[1]);
     for (int64_t piece = 0; piece < job.pieces; piece++) top = std::max(top, parts[(piece * group + g) * 2]);
     for (int64_t chunk = 0; chunk < job.near_chunks; chunk++)
@@ -534,7 +533,7 @@ static void find_places(const Attention& call, int64_t j, int64_t found, Scratch
 
 // Joins the states of a query and KV head, those that are read anyway first.
 static void finish_job(const Attention& call, const Job& job, int64_t found, Scratch& scratch) {
-  int group = call.query_heads / call.kv_heads, dim = call.head_dim;
+  int group = call.query_heads / call.kv_heads, dim = call.value_dim;
   int64_t each = state_size(dim);
   for (int g = 0; g < group; g++) {
     float* state = scratch.near.data() + job.near + g * each;
@@ -550,7 +549,7 @@ static void finish_job(const Attention& call, const Job& job, int64_t found, Scr
 // -- division of work ------------------------------------------------------------------------------------------------
 
 static void make_jobs(const Attention& call, const int64_t* queries, int64_t count, Scratch& scratch) {
-  int64_t group = call.query_heads / call.kv_heads, size = group * state_size(call.head_dim);
+  int64_t group = call.query_heads / call.kv_heads, size = group * state_size(call.value_dim);
   int64_t weights = 0, parts = 0, near = 0, chosen = 0, far = 0;
   scratch.jobs.clear();
   for (int64_t i = 0; i < count; i++) {
@@ -622,8 +621,7 @@ static void attend_some(Threads& threads, const Attention& call, const int64_t* 
       const Job& job = scratch.jobs[(size_t)j];
       const auto& missing = scratch.missing[(size_t)j];
       int64_t count = std::min<int64_t>(at_once, (int64_t)missing.size() - first);
-      restoring::restore_missing(*job.index, job.head, call.head_dim, call.kv_type, (void*)call.keys,
-                                 (void*)call.values, missing.data() + first, count);
+      restoring::restore_missing(*job.index, job.head, call, missing.data() + first, count);
     });
   std::vector<std::atomic<int64_t>> left((size_t)jobs);
   for (int64_t j = 0; j < jobs; j++) left[(size_t)j] = std::max<int64_t>(1, scratch.jobs[(size_t)j].chosen_chunks);

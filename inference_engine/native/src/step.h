@@ -174,8 +174,8 @@ class Run {
     each(tokens_, [&](int64_t token) {
       for (int64_t head = 0; head < layer.kv_heads; head++) {
         int64_t place = writes[token * layer.kv_heads + head];
-        put(p_.kv_type, s_.keys, place, keys + token * stride + head * dim, dim);
-        put(p_.kv_type, s_.values, place, values + token * stride + head * dim, dim);
+        put(p_.kv_type, s_.keys, place * dim, keys + token * stride + head * dim, dim);
+        put(p_.kv_type, s_.values, place * dim, values + token * stride + head * dim, dim);
       }
     });
   }
@@ -197,9 +197,10 @@ class Run {
     what.query_stride = stride;
     what.region_stride = attention::FIELDS;
     what.out_stride = width(o.output);
+    what.row = dim;
     what.query_heads = layer.query_heads;
     what.kv_heads = layer.kv_heads;
-    what.head_dim = layer.head_dim;
+    what.head_dim = what.value_dim = layer.head_dim;
     what.kv_type = p_.kv_type;
     what.scaling = o.number;
     what.softcap = o.other;

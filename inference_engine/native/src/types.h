@@ -104,15 +104,15 @@ enum KVType : int32_t { KV_FLOAT32, KV_FLOAT16, KV_BFLOAT16 };
 // Attention of `count` single queries, each over a region of its own; see `inference_engine/kernels/ragged_attention.py`.
 struct Attention {
   const float* queries;    // [count][query_heads][head_dim], `query_stride` floats from one to the next
-  const void* keys;        // the buffer's vectors, [R][head_dim]
-  const void* values;
+  const void* keys;        // vectors of head_dim numbers, `row` numbers from one to the next
+  const void* values;      // of value_dim numbers, as far apart
   const int64_t* regions;  // [count][20], `region_stride` from one to the next
   const float* head_sinks; // [query_heads], logits that join each head's softmax; null: none
-  float* out;              // as queries, `out_stride` from one to the next
+  float* out;              // [count][query_heads][value_dim], `out_stride` from one to the next
   float* lse;              // [count][query_heads], ln Σ e^score of what each sees; null: not asked for, and not of
                            // queries that choose
-  int64_t count, query_stride, region_stride, out_stride;
-  int32_t query_heads, kv_heads, head_dim, kv_type;
+  int64_t count, query_stride, region_stride, out_stride, row;
+  int32_t query_heads, kv_heads, head_dim, value_dim, kv_type, reserved;
   float scaling, softcap;  // softcap 0: none
 };
 
@@ -148,13 +148,13 @@ struct Turning {
 };
 
 // Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count], a
-// head every `apart` vectors.
+// head every `apart` vectors, a vector every `row` numbers.
 struct RestoredRun {
   Codes codes;
   Turning turning;
   const LayerDecoder* decoder;
   void *keys, *values;
-  int64_t first, count, apart;
+  int64_t first, count, apart, row;
   int32_t kv_heads, head_dim, kv_type, reserved;
 };
 
@@ -216,7 +216,7 @@ struct CodedEntries {
   void* const* regions;       // by layer
   const int64_t *code_slots, *entry_slots;  // [count]
   const float* turns;         // cosines and sines of the rotation of each entry, [count][turned]
-  int64_t slot_bytes, head_bytes, region_slots, count;
+  int64_t slot_bytes, head_bytes, region_slots, row, count;  // row: numbers from one slot of a region to the next
   int32_t layers, heads, head_dim, turned, kv_type, reserved;
 };
 
