@@ -66,7 +66,7 @@ def is_anything_held(engine: Engine) -> bool:
     pool = engine._context.pool
     aside = TRASH_UNITS * pool._unit
     # Words of eight bytes: a pool is address space of a gigabyte, and this is looked through 16 times faster.
-    return any(bool(states[aside:].view(torch.int64).count_nonzero()) for states in pool._halves)
+    return bool(pool.memory[aside:].view(torch.int64).count_nonzero())
 
 
 def soon(engine: Engine, task: Callable[[], None]) -> None:

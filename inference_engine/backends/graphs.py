@@ -79,7 +79,7 @@ class StepGraphs:
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
-        self._device = next(iter(pool.buffers.values())).keys.device
+        self._device = pool.memory.device
         self._memory, self._ends = memory, ends
         self._taps = {(), tap_layers}
         # Of kinds met while serving; None: it cannot be recorded.

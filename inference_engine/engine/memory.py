@@ -63,7 +63,7 @@ def open_memory(
     if grows(config, forward):
         longest = _longest_bytes(default_strategy, geometry)
         allocations = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
-        address_bytes = min(2 * MOST_BYTES, 2 * capacity + allocations * longest)
+        address_bytes = min(MOST_BYTES, 2 * capacity + allocations * longest)
     opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=drafter.tap_layers)
     tier = open_tier(
         forward.device,
@@ -163,7 +163,7 @@ def open_snapshots(
     made_by = {
         "weights": book.weights,
         "model": [facts.dtype, facts.backend, facts.numerics, forward.device.type],
-        "kv": sorted({str(buffer.keys.dtype) for buffer in context.pool.buffers.values()}),
+        "kv": [str(context.pool.memory.dtype)],
         "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
         "mode": "batched" if geometry.key_quantum == 1 else "fixed-shape",
         "page_tokens": geometry.page_tokens,

@@ -268,7 +268,7 @@ class RestoreCache:
 class LayerIndex:
     """The index of one layer's keys in one session.
 
-    halves: its bytes in K and in V, [pairs of tiles, Hkv, tile_bytes] uint8 each (`kv/parts/component_index.py`).
+    halves: even tiles and odd ones, [pairs of tiles, Hkv, tile_bytes] uint8 each (`kv/parts/component_index.py`).
     capacity: of the layer's regions, in tokens.
     """
 

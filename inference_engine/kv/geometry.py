@@ -37,10 +37,33 @@ class LayerTraits:
     reads: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EntryShape:
+    """An entry of one KV head in memory: one vector of its key and its value, or of the key in which the value lies."""
+
+    key: int
+    value: int
+    value_in_key: bool = False
+    # Worked out once. width: numbers of an entry. value_at: where in it the value begins.
+    width: int = field(init=False, repr=False, compare=False)
+    value_at: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "value_at", 0 if self.value_in_key else self.key)
+        object.__setattr__(self, "width", max(self.key, self.value_at + self.value))
+
+    @property
+    def is_even(self) -> bool:
+        """Are key and value of one size, side by side?"""
+        return self.key == self.value and not self.value_in_key
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """What an attention layer keeps of a token: K and V. Nothing assumes that layers are alike.
 
+    head_dim, value_dim: numbers of a key, and of a value if they are not as many. value_in_key: does the value lie in
+    the key, as its first numbers (latent attention)?
     native_window: entries that a query sees by the model's design, its own included; None means all.
     rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
     """
@@ -48,12 +71,20 @@ class LayerGeometry:
     query_heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int = 0  # 0: as head_dim
+    value_in_key: bool = False
     native_window: int | None = None
     rotary: str = "default"
+    entry: EntryShape = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.value_dim:
+            object.__setattr__(self, "value_dim", self.head_dim)
+        object.__setattr__(self, "entry", EntryShape(self.head_dim, self.value_dim, self.value_in_key))
 
     def entry_bytes(self, itemsize: int) -> int:
         """Bytes of one entry: K and V of one position in this layer."""
-        return 2 * self.kv_heads * self.head_dim * itemsize
+        return self.kv_heads * self.entry.width * itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +142,9 @@ class Geometry:
     segments_in_a_chunk: int = SEGMENTS_IN_A_CHUNK
     joins_segments: bool = False
     holds_restored: bool = True
-    # Worked out once: every step asks for them.
+    # Worked out once: every step asks for them. alignment: elements that allocations are multiples of; any vector, and
+    # a word of 32 bytes, can begin there.
+    alignment: int = field(init=False, repr=False, compare=False)
     opening_tokens: int = field(init=False, repr=False, compare=False)
     by_heads: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
 
@@ -127,6 +160,7 @@ class Geometry:
         for index, layer in enumerate(self.layers):
             by_heads.setdefault(layer.kv_heads, []).append(index)
         object.__setattr__(self, "by_heads", {heads: tuple(layers) for heads, layers in by_heads.items()})
+        object.__setattr__(self, "alignment", math.lcm(16, *(layer.entry.width for layer in self.layers)))
         object.__setattr__(self, "opening_tokens", math.lcm(self.page_tokens, self.key_quantum))
 
     def read_by(self, numbers: Collection[int]) -> frozenset[int]:
@@ -147,11 +181,6 @@ class Geometry:
     def entry_bytes(self) -> int:
         """Bytes of one position in all layers."""
         return sum(layer.entry_bytes(self.itemsize) for layer in self.layers)
-
-    @property
-    def alignment(self) -> int:
-        """Elements that allocations are multiples of: any head vector, and a word of 8 bytes, can begin there."""
-        return math.lcm(8, *(layer.head_dim for layer in self.layers))
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 
 Positions = NDArray[np.int64]
 Array = Any  # a numpy array or a torch tensor: `visible` is written in operators that both have
@@ -38,19 +38,24 @@ class LayerSet:
 
     layers: tuple[int, ...]
     kv_heads: int
-    head_dim: int
+    entry: EntryShape
     rotary: str
+
+    @property
+    def head_dim(self) -> int:
+        """Of a key, and mostly of a value."""
+        return self.entry.key
 
 
 def alike(geometry: Geometry, keys: Mapping[int, Key]) -> tuple[tuple[LayerSet, Key], ...]:
     """The layers of `keys` in sets of equal shape and equal key."""
-    members: dict[tuple[Key, int, int, str], list[int]] = {}
+    members: dict[tuple[Key, int, EntryShape, str], list[int]] = {}
     for index, key in keys.items():
         layer = geometry.layers[index]
-        members.setdefault((key, layer.kv_heads, layer.head_dim, layer.rotary), []).append(index)
+        members.setdefault((key, layer.kv_heads, layer.entry, layer.rotary), []).append(index)
     return tuple(
-        (LayerSet(layers=tuple(layers), kv_heads=kv_heads, head_dim=head_dim, rotary=rotary), key)
-        for (key, kv_heads, head_dim, rotary), layers in members.items()
+        (LayerSet(layers=tuple(layers), kv_heads=kv_heads, entry=entry, rotary=rotary), key)
+        for (key, kv_heads, entry, rotary), layers in members.items()
     )
 
 

@@ -173,7 +173,7 @@ class StepTables:
         )
 
     def buffer(self, layer: int) -> KVBuffer:
-        return self.pool.buffers[self.geometry.layers[layer].head_dim]
+        return self.pool.buffers[layer]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write K and V, [1, Hkv, N, D] each, to where `writes` says."""

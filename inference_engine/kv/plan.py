@@ -66,7 +66,7 @@ class StepPlan:
         self._sessions = sessions
         self._geometry = geometry
         self.pool = pool
-        device = next(iter(pool.buffers.values())).keys.device
+        device = pool.memory.device
         self._attend_ragged = ops.attend_ragged
         is_padded = geometry.token_quantum > 1
         # Sessions whose bits do not depend on what is in the step: they need no padding.

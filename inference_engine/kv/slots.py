@@ -55,8 +55,8 @@ class LayerSlots:
 
     def __post_init__(self) -> None:
         self.kv_heads, self.head_dim = self.layer_set.kv_heads, self.layer_set.head_dim
-        vectors = 2 * self.kv_heads * len(self.layer_set.layers)
-        self.entry_bytes = vectors * self.head_dim * self.context.geometry.itemsize
+        vectors = self.kv_heads * len(self.layer_set.layers)
+        self.entry_bytes = vectors * self.layer_set.entry.width * self.context.geometry.itemsize
         self.lines = RegionLines(self.layout)
         self._heads = np.arange(self.kv_heads, dtype=np.int64) * self.layout.region
         self.vectors = self.starts[:, None] + self._heads
@@ -72,7 +72,7 @@ class LayerSlots:
 
     @property
     def buffer(self) -> KVBuffer:
-        return self.context.pool.buffers[self.head_dim]
+        return self.context.pool.buffers[self.layer_set.layers[0]]
 
     def region_offsets(self, slots: Positions) -> NDArray[np.int64]:
         """Offsets of `slots` in every head from a layer's start: [slots · Hkv]."""
@@ -85,10 +85,8 @@ class LayerSlots:
 
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""
-        buffer = self.buffer
-        for states in (buffer.keys, buffer.values):
-            for _, views in self._views(states, first, end):
-                views.zero_()
+        for _, views in self._views(self.buffer.vectors, first, end):
+            views.zero_()
 
     def leaving(self, before: int, length: int) -> Positions:
         """The positions, in order, that leave the regions as the history grows from `before` to `length`."""
@@ -269,8 +267,8 @@ class LayerSlots:
 
     def _copy(self, to: Region, first: int, of: Region, source: int, count: int) -> None:
         for layer in self.layer_set.layers:
-            for states in (self.buffer.keys, self.buffer.values):
-                to.slots(states, layer, first, count).copy_(of.slots(states, layer, source, count))
+            vectors = self.buffer.vectors
+            to.slots(vectors, layer, first, count).copy_(of.slots(vectors, layer, source, count))
 
     # Slots are read and written run by run, for evenly spaced layers at once: no index table goes to the device, and
     # nothing waits for one.
@@ -292,11 +290,11 @@ class LayerSlots:
 
     def _views(self, states: Tensor, first: int, end: int) -> list[tuple[slice, Tensor]]:
         """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""
-        row, views = states.stride(0), []
+        width, views = states.stride(0), []
         for layers, apart in self._even:
             shape = (layers.stop - layers.start, self.kv_heads, end - first, states.shape[1])
-            strides = (apart * row, self.region.region * row, row, 1)
-            offset = states.storage_offset() + (int(self.starts[layers.start]) + first) * row
+            strides = (apart * width, self.region.region * width, width, 1)
+            offset = states.storage_offset() + (int(self.starts[layers.start]) + first) * width
             views.append((layers, states.as_strided(shape, strides, offset)))
         return views
 

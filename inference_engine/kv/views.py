@@ -129,9 +129,9 @@ class Region:
 
     def slots(self, states: Tensor, layer: int, first: int, count: int) -> Tensor:
         """[Hkv, count, D], the slots from `first` on: a view."""
-        row = states.stride(0)
-        offset = states.storage_offset() + (self.starts[layer] + first) * row
-        return states.as_strided((self.heads, count, states.shape[1]), (self.region * row, row, 1), offset)
+        width = states.stride(0)
+        offset = states.storage_offset() + (self.starts[layer] + first) * width
+        return states.as_strided((self.heads, count, states.shape[1]), (self.region * width, width, 1), offset)
 
     def pair(self, buffer: KVBuffer, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
         """`slots` of the keys and of the values."""

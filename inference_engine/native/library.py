@@ -324,10 +324,13 @@ class NativeOperation(ctypes.Structure):
     other: float
 
 
-class NativeLayer(ctypes.Structure):
-    """The heads of a layer."""
+_OF_LAYER = ("query_heads", "kv_heads", "head_dim", "value_dim", "value_at", "row")
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("query_heads", "kv_heads", "head_dim"))
+
+class NativeLayer(ctypes.Structure):
+    """The heads of a layer, and the rows of its entries."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in _OF_LAYER)
 
 
 class Rotary(ctypes.Structure):
@@ -345,7 +348,7 @@ class NativeStep(ctypes.Structure):
     """The arrays of one step. The caller keeps them alive."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "pool")),
         *((name, ctypes.c_void_p) for name in ("logit_queries", "logits", "taps", "tapped")),
         *((name, ctypes.c_void_p) for name in ("given", "largest")),
         *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary")),

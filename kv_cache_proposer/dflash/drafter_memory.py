@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kv.context import DraftMemory, KVContext
-from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.memory.pool import Demand, Pool, Run
+from inference_engine.kv.geometry import EntryShape, Geometry
+from inference_engine.kv.memory.pool import Demand, KVBuffer, Pool, Run
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 
 Positions = NDArray[np.int64]
@@ -39,11 +39,9 @@ class Sight:
 
 def memory_demand(config: DFlashConfig, geometry: Geometry, *, keeps_block: bool = False) -> Demand:
     """One session's share of the pool: its entries, and room to begin them at a multiple of their size."""
-    head_dim = geometry.layers[0].head_dim
     elements = config.elements_per_position * config.context_window + config.head_dim
     elements += _block_elements(config) if keeps_block else 0
-    unit = geometry.alignment
-    return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit)
+    return Demand.of(geometry, 2 * elements)
 
 
 class RingMemory(DraftMemory):
@@ -57,8 +55,8 @@ class RingMemory(DraftMemory):
         self._context = context
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
-        # In vectors of the drafter's head size, whatever the buffer's is.
-        self.first_vector = -(-starts[0] * demand.head_dim // config.head_dim)
+        # In vectors of the drafter's head size, whatever the model's is.
+        self.first_vector = -(-starts[0] // (2 * config.head_dim))
         self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
         self.used = 0  # slots before this one have been written or zeroed
         self._run = 0, 0  # the last positions that were observed without a gap: the first, and one past the last
@@ -170,9 +168,8 @@ def _block_elements(config: DFlashConfig) -> int:
 
 def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
     """All of the pool, K and V, as vectors of the drafter's head size: [R, D] each."""
-    buffer, size = context.pool.buffers[context.geometry.layers[0].head_dim], config.head_dim
-    whole = buffer.keys.numel() // size * size
-    return buffer.keys.view(-1)[:whole].view(-1, size), buffer.values.view(-1)[:whole].view(-1, size)
+    buffer = KVBuffer.over(context.pool.memory, EntryShape(config.head_dim, config.head_dim))
+    return buffer.keys, buffer.values
 
 
 def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:

@@ -112,7 +112,6 @@ class NativeDrafter(BlockDrafter):
 
     def write(self, memories: Sequence[RingMemory], taps: Sequence[Tensor], place: Positions, index: Positions) -> None:
         given = torch.cat(list(taps)).float().contiguous()
-        keys, values = memories[0].buffers()
         writes = _by_layer(index, self.config)
         addresses = writes.ctypes.data + writes.strides[0] * np.arange(len(writes), dtype=np.int64)
         positions = np.ascontiguousarray(place)
@@ -120,8 +119,7 @@ class NativeDrafter(BlockDrafter):
             NativeStep(
                 positions=positions.ctypes.data,
                 writes=addresses.ctypes.data,
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
+                pool=memories[0].pool.address,
                 given=given.data_ptr(),
                 tokens=len(place),
             )
@@ -176,7 +174,6 @@ class NativeDrafter(BlockDrafter):
         asked = (np.arange(count)[:, None] * size + 1 + np.arange(longest)).reshape(-1)
         logits = np.empty((len(asked), self._vocabulary), np.float32)
         states, taps = np.empty((len(asked), config.hidden), np.float32), np.array([STATES], np.int32)
-        keys, values = memories[0].buffers()
         tokens = np.ascontiguousarray(ids)
         self._propose.run(
             NativeStep(
@@ -184,8 +181,7 @@ class NativeDrafter(BlockDrafter):
                 positions=positions.ctypes.data,
                 writes=addresses.ctypes.data,
                 regions=regions.ctypes.data,
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
+                pool=memories[0].pool.address,
                 logit_queries=asked.ctypes.data,
                 logits=logits.ctypes.data,
                 taps=taps.ctypes.data,

@@ -104,9 +104,7 @@ class SavedEntries:
 
     def _clear(self) -> None:
         """Zero the pool, so that no entry of an earlier session can be read."""
-        for buffer in self._context.pool.buffers.values():
-            buffer.keys.zero_()
-            buffer.values.zero_()
+        self._context.pool.memory.zero_()
 
     def _woken(self) -> SessionKV:
         tensors = iter(self._read())

@@ -26,7 +26,7 @@ def engine_with_room(strategy: KVStrategy, *, sessions: int, active: float) -> E
         bound = roomy.create_session(strategy=strategy, limit_tokens=LIMIT).bound
         waking = bound.peak_bytes - bound.sustained_bytes
         geometry = context_of(roomy).geometry
-        unit = 2 * geometry.alignment * geometry.itemsize
+        unit = geometry.alignment * geometry.itemsize
     return engine_for(
         Mode.BATCHED,
         growth="guaranteed",

@@ -13,8 +13,8 @@ from inference_engine.kv.memory.pool import Demand, Pool
 GEOMETRY = Geometry(
     layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=8),) * 2, itemsize=4, trained_positions=100
 )
-DEMANDS = [Demand(head_dim=8, elements=64)] * 2
-BYTES = 2 * 4 * 64 * 2
+DEMANDS = [Demand(width=16, elements=128)] * 2
+BYTES = 2 * 4 * 128
 
 
 def _zeros(count: int) -> torch.Tensor:

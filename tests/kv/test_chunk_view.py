@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.ops import open_ops
+from inference_engine.kv.geometry import EntryShape
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.views import ChunkView, Portion, Region, Scoring, chunks_between
 
@@ -62,7 +63,7 @@ def test_chunks_and_regions_together_are_attention_over_all_entries(
     mask = torch.zeros(QUERIES, RESIDENT).masked_fill(torch.arange(RESIDENT) > last[:, None], -torch.inf)
 
     region = Region(starts={LAYER: 3}, heads=HKV, region=RESIDENT + 2)
-    buffer = KVBuffer(*(torch.full((3 + HKV * region.region, D), torch.nan, dtype=dtype) for _ in range(2)))
+    buffer = KVBuffer.over(torch.full((2 * D * (3 + HKV * region.region),), torch.nan, dtype=dtype), EntryShape(D, D))
     for states, entries in ((buffer.keys, keys), (buffer.values, values)):
         region.slots(states, LAYER, 0, RESIDENT).copy_(entries[:, ELSEWHERE:])
     source = Elsewhere(keys, values)
@@ -100,7 +101,7 @@ def test_a_ring_is_read_in_the_order_of_its_positions(device: torch.device, soft
     ring = torch.arange(sink, RESIDENT).roll(5)
     region = Region(starts={LAYER: 3}, heads=HKV, region=RESIDENT + 2)
     size = 3 + HKV * region.region
-    buffer = KVBuffer(*(torch.full((size, D), torch.nan, dtype=dtype, device=device) for _ in range(2)))
+    buffer = KVBuffer.over(torch.full((2 * D * size,), torch.nan, dtype=dtype, device=device), EntryShape(D, D))
     for states, entries in ((buffer.keys, keys), (buffer.values, values)):
         slots = region.slots(states, LAYER, 0, RESIDENT)
         slots[:, :sink] = entries[:, :sink]

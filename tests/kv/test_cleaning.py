@@ -20,13 +20,7 @@ def small_pool() -> Pool:
         page_tokens=2,
         segment_tokens=4,
     )
-    return Pool(geometry, 2 * UNITS * geometry.alignment * 4, torch.zeros)
-
-
-def part(pool: Pool, first_entry: int, demand: Demand) -> list[torch.Tensor]:
-    buffer = pool.buffers[demand.head_dim]
-    entries = demand.elements // demand.head_dim
-    return [states[first_entry : first_entry + entries] for states in (buffer.keys, buffer.values)]
+    return Pool(geometry, UNITS * geometry.alignment * 4, torch.zeros)
 
 
 steps = st.lists(
@@ -45,11 +39,10 @@ def test_what_is_free_and_cleaned_is_zero_and_what_is_taken_keeps_its_content(st
     taken: list[tuple[Demand, int, float]] = []
     for number, (step, argument) in enumerate(steps, start=1):
         if step == "take":
-            demand = Demand(head_dim=4, elements=argument * pool._unit)
+            demand = Demand(width=4, elements=argument * pool._unit)
             starts = pool.reserve([demand])
             if starts is not None:
-                for states in part(pool, starts[0], demand):
-                    states.fill_(float(number))
+                pool.run(demand, starts[0]).fill_(float(number))
                 taken.append((demand, starts[0], float(number)))
         elif step == "give" and taken:
             demand, start, _ = taken.pop(argument % len(taken))
@@ -57,30 +50,28 @@ def test_what_is_free_and_cleaned_is_zero_and_what_is_taken_keeps_its_content(st
         elif step == "clean":
             pool.clean(argument * pool._bytes(1))
         for demand, start, content in taken:
-            assert all(bool((states == content).all()) for states in part(pool, start, demand))
+            assert bool((pool.run(demand, start) == content).all())
     while pool.clean(pool._bytes(1)):
         pass
     mine = sum(demand.elements for demand, _, _ in taken)
-    for states in pool._halves:
-        assert int(states[TRASH_UNITS * pool._unit :].count_nonzero()) == mine
+    assert int(pool.memory[TRASH_UNITS * pool._unit :].count_nonzero()) == mine
 
 
 def test_a_little_is_cleaned_at_a_time() -> None:
     pool = small_pool()
-    demand = Demand(head_dim=4, elements=10 * pool._unit)
+    demand = Demand(width=4, elements=10 * pool._unit)
     (start,) = pool.reserve([demand]) or ()
-    for states in part(pool, start, demand):
-        states.fill_(1.0)
+    pool.run(demand, start).fill_(1.0)
     pool.release([demand], [start])
     left = []
     while pool.clean(4 * pool._bytes(1)):
-        left.append(int(pool._halves[0].count_nonzero()))
+        left.append(int(pool.memory.count_nonzero()))
     assert left == [6 * pool._unit, 2 * pool._unit]
-    assert int(pool._halves[0].count_nonzero()) == 0
+    assert int(pool.memory.count_nonzero()) == 0
 
 
 def test_what_is_discarded_at_a_time_is_bounded_in_layers_not_in_sessions() -> None:
-    layers, layer = 8, Demand(head_dim=4, elements=200 * small_pool()._unit)
+    layers, layer = 8, Demand(width=4, elements=200 * small_pool()._unit)
     discarded: list[int] = []
     geometry = Geometry(
         layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=4),) * layers,
@@ -92,7 +83,7 @@ def test_what_is_discarded_at_a_time_is_bounded_in_layers_not_in_sessions() -> N
     units = 3 * layers * 200
     pool = Pool(
         geometry,
-        2 * units * geometry.alignment * 4,
+        units * geometry.alignment * 4,
         torch.zeros,
         discard=lambda states: discarded.append(states.numel()),
     )
@@ -103,7 +94,7 @@ def test_what_is_discarded_at_a_time_is_bounded_in_layers_not_in_sessions() -> N
     assert pool.clean(pool_module._DISCARD_UNITS * pool._bytes(1))
 
     # Of a run of any length as many units count, so of layers of 200 units fewer than fill two sessions are discarded.
-    assert sum(discarded) // 2 <= (pool_module._DISCARD_UNITS // 200 + 1) * layer.elements
+    assert sum(discarded) <= (pool_module._DISCARD_UNITS // 200 + 1) * layer.elements
 
 
 def test_memory_that_was_never_written_is_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:

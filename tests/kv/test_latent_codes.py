@@ -40,7 +40,7 @@ def room() -> KVContext:
 
 
 def places(resident_bytes: int | None, width: int = 33) -> LatentPlaces:
-    return LatentPlaces(count=COUNT, width=width, resident_bytes=resident_bytes, head_dim=16, segment=SEGMENT)
+    return LatentPlaces(count=COUNT, width=width, resident_bytes=resident_bytes, segment=SEGMENT)
 
 
 @given(
@@ -72,7 +72,7 @@ def test_the_pool_is_asked_for_no_more_than_may_be_resident(subtests: pytest.Sub
             assert codes is not None
             assert codes.held_bytes(COUNT) <= context.pool.reserved_bytes <= resident_bytes
             # Nothing is gained by leaving places empty: no more than the rounding of an allocation is.
-            unit = 2 * GEOMETRY.alignment * GEOMETRY.itemsize
+            unit = GEOMETRY.alignment * GEOMETRY.itemsize
             wanted = COUNT * 2 * places(None).half
             assert context.pool.reserved_bytes > min(resident_bytes, wanted) - unit
             assert not codes.tier_bytes(COUNT) or codes.held_bytes(COUNT) < wanted

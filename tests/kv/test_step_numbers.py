@@ -65,9 +65,7 @@ def test_slots_are_opened_where_their_entries_go_and_nowhere_else(spec: str) -> 
     kvs = [SessionKV(parse_strategy(spec).resolved(context.geometry), context, 64) for _ in range(3)]
     kvs.pop(1).release()  # so that an allocation may lie in pieces
     kvs.append(SessionKV(parse_strategy(spec).resolved(context.geometry), context, 48))
-    for buffer in context.pool.buffers.values():
-        buffer.keys.fill_(1)
-        buffer.values.fill_(1)
+    context.pool.memory.fill_(1)
     for group in kvs[-1].groups:
         expected = torch.ones_like(group.buffer.keys)
         expected[torch.from_numpy((group.starts[:, None] + group.region_offsets(np.arange(4, 12))).reshape(-1))] = 0

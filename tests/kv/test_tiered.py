@@ -188,10 +188,8 @@ def test_a_rejected_draft_takes_what_it_fetched_away_with_it() -> None:
     step(plain, drafts, 1, generated=True)
     step(drafted, drafts, 4, commit=152, generated=True)
     assert moved["fetched"] > moved_plainly["fetched"]
-    for dim, buffer in plain.context.pool.buffers.items():
-        other = drafted.context.pool.buffers[dim]
-        assert torch.equal(buffer.keys[1:], other.keys[1:])
-        assert torch.equal(buffer.values[1:], other.values[1:])
+    for ours, theirs in zip(plain.context.pool.buffers, drafted.context.pool.buffers, strict=True):
+        assert torch.equal(ours.vectors[1:], theirs.vectors[1:])
 
 
 # -- through the engine --------------------------------------------------------------------------------------------

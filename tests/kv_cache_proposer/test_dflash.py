@@ -36,9 +36,7 @@ def context(*, kv_bytes: int = 2**20) -> KVContext:
     """A fresh pool whose memory holds nothing but NaN."""
     forward = tiny_forward()
     opened = forward.open(forward.geometry(**PAGES), kv_bytes)
-    for buffer in opened.pool.buffers.values():
-        buffer.keys.fill_(torch.nan)
-        buffer.values.fill_(torch.nan)
+    opened.pool.memory.fill_(torch.nan)
     return opened
 
 

@@ -54,9 +54,7 @@ def memory_of(drafter: Drafter) -> tuple[DraftMemory, KVContext]:
     """In a pool whose memory holds nothing but NaN."""
     forward = tiny_native()
     place = forward.open(forward.geometry(**PAGES), 2**20)
-    for buffer in place.pool.buffers.values():
-        buffer.keys.fill_(torch.nan)
-        buffer.values.fill_(torch.nan)
+    place.pool.memory.fill_(torch.nan)
     memory = drafter.open(place)
     assert memory is not None
     return memory, place

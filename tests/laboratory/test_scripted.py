@@ -68,9 +68,7 @@ def test_the_engine_gives_the_tokens_of_the_closed_form(strategy: KVStrategy, mo
 def test_what_others_left_in_memory_reaches_no_session(strategy: KVStrategy, mode: Mode) -> None:
     """Not even as NaN, which a mask does not hide: entries are zeroed before they are read."""
     with scripted_engine(mode=mode, kv_bytes=4 * 2**20, max_sessions=2) as engine:  # few: all of them are filled
-        for buffer in context_of(engine).pool.buffers.values():
-            buffer.keys.fill_(torch.nan)
-            buffer.values.fill_(torch.nan)
+        context_of(engine).pool.memory.fill_(torch.nan)
         assert generated(engine, opened(engine, strategy)) == solo_of(strategy).continued(PROMPT, TOKENS)
 
 

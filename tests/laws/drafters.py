@@ -132,8 +132,7 @@ class Remembering(Plain):
     memories: list[Memory] = field(default_factory=list)
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        unit = geometry.alignment
-        return (Demand(head_dim=geometry.layers[0].head_dim, elements=-(-2048 // unit) * unit),)
+        return (Demand.of(geometry, 4096),)
 
     def open(self, context: KVContext) -> Memory | None:
         demands = self.demands(context.geometry)

@@ -336,12 +336,10 @@ def check_rejected_drafts(strategy: KVStrategy, length: int, each: Sequence[int]
         assert (clean.length, clean.footprint()) == (speculative.length, speculative.footprint()), accepted
         for one, other in zip(clean.groups, speculative.groups, strict=True):
             assert np.array_equal(one.held, other.held), accepted
-        for dim, buffer in clean.context.pool.buffers.items():
-            other_buffer = speculative.context.pool.buffers[dim]
+        for ours, theirs in zip(clean.context.pool.buffers, speculative.context.pool.buffers, strict=True):
             # Vector 0 takes the writes of padding and is never read.
             # Compared as bytes, for codes read as numbers may be NaN.
-            for ours, theirs in ((buffer.keys, other_buffer.keys), (buffer.values, other_buffer.values)):
-                assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8)), accepted
+            assert torch.equal(ours.vectors[1:].view(torch.uint8), theirs.vectors[1:].view(torch.uint8)), accepted
 
 
 def fed(strategy: KVStrategy, entries: Entries, length: int) -> SessionKV:
@@ -388,10 +386,8 @@ def test_the_footprint_counts_every_entry_that_was_written(strategy: KVStrategy)
     assert ctx.pool.reserved_bytes == kv.bound.peak_bytes
     for length in (1, 17, 60, 199):
         feed(kv, Entries(LIMIT), length, generated=length > 17)
-        buffer = next(
-            iter(ctx.pool.buffers.values())
-        )  # all head sizes see the same memory; given entries hold no zeros
-        used = sum(int(torch.count_nonzero(states)) * states.itemsize for states in (buffer.keys, buffer.values))
+        memory = ctx.pool.memory  # given entries hold no zeros
+        used = int(torch.count_nonzero(memory)) * memory.itemsize
         held = kv.footprint().total_bytes
         assert used <= held <= kv.bound.peak_bytes
         # What is held beyond that: entries evicted within the last segment, page rounding, the values beside sink

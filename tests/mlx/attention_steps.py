@@ -42,11 +42,11 @@ class AttentionStep:
     def found(self, *, softcap: float | None = None) -> Tensor:
         """By the kernel."""
         lines = lines_of(self.regions[None], self.sessions)
-        queries, *states = map(as_mlx, (self.queries, self.keys, self.values, self.new_keys, self.new_values))
-        keys, values, new_keys, new_values = states
+        given = self.queries, torch.cat((self.keys, self.values), dim=1), self.new_keys, self.new_values
+        queries, entries, new_keys, new_values = map(as_mlx, given)
         (parts,) = parts_of(lines)
         words: dict[str, Any] = {"parts": parts, "scaling": self.scaling, "softcap": softcap}
-        out = attend_ragged(queries, keys, values, new_keys, new_values, mx.array(lines[0]), **words)
+        out = attend_ragged(queries, entries, new_keys, new_values, mx.array(lines[0]), **words)
         return torch.from_numpy(np.array(out.astype(mx.float32)))
 
     def expected(self, *, softcap: float | None = None) -> Tensor:

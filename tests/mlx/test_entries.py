@@ -35,7 +35,7 @@ class Layers:
 class MlxPlan(StepPlan):
     """Attends by MLX where MlxForward would."""
 
-    pools: ClassVar[dict[int, tuple[mx.array, mx.array]]] = {}
+    pools: ClassVar[dict[int, mx.array]] = {}
     attended = 0
     uses_metal = False
 
@@ -47,8 +47,7 @@ class MlxPlan(StepPlan):
             return super().attend(layer, queries, keys, values, **words)
         assert keys is not None and values is not None, "nothing has written them"
         MlxPlan.attended += 1
-        address = next(iter(self.pool.buffers.values())).keys.data_ptr()
-        together = _Together(self, Layers(), self.pools[address], self.uses_metal)  # type: ignore[arg-type]
+        together = _Together(self, Layers(), self.pools[self.pool.address], self.uses_metal)  # type: ignore[arg-type]
         operation = Attend(input="", output="", layer=layer, **words)
         out = together(operation, *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values)))
         mx.eval(out, *together.written())
@@ -58,15 +57,11 @@ class MlxPlan(StepPlan):
 
 @pytest.fixture(autouse=True)
 def _through_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    halves: list[mx.array] = []
-
     def zeros(count: int) -> Tensor:
-        half = mx.zeros((count // 16, 16))
-        mx.eval(half)
-        halves.append(half)
-        found = as_torch(half).view(-1)
-        if len(halves) % 2 == 0:
-            MlxPlan.pools[as_torch(halves[-2]).data_ptr()] = halves[-2], half
+        memory = mx.zeros((count // 16, 16))
+        mx.eval(memory)
+        found = as_torch(memory).view(-1)
+        MlxPlan.pools[found.data_ptr()] = memory
         return found
 
     monkeypatch.setattr(laws, "zeros", zeros)

@@ -64,8 +64,8 @@ class MlxForward:
         self._program = program
         self._uses_metal = uses_metal
         self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
-        # By the address that torch has of a pool's keys: a pool may have several views.
-        self._pools: dict[int, tuple[mx.array, mx.array]] = {}
+        # By the address that torch has of a pool: it may have several views.
+        self._pools: dict[int, mx.array] = {}
 
     def lend(self, borrower: Borrower[T]) -> T:
         embedding, head = self._program.embedding(), self._program.head()
@@ -93,18 +93,17 @@ class MlxForward:
             raise BackendError(
                 f"kv_bytes is {capacity_bytes}, and MLX can take {most} bytes here, all of them now; set a smaller one"
             )
-        halves: list[mx.array] = []
 
         def zeros(count: int) -> Tensor:
             # In two dimensions: a length has 32 bits.
-            half = mx.zeros((count // geometry.alignment, geometry.alignment), dtype=MLX_DTYPES[self.compute_dtype])
-            mx.eval(half)
-            halves.append(half)
-            return as_torch(half).view(-1)
+            memory = mx.zeros((count // geometry.alignment, geometry.alignment), dtype=MLX_DTYPES[self.compute_dtype])
+            mx.eval(memory)
+            found = as_torch(memory).view(-1)
+            self._pools[found.data_ptr()] = memory
+            return found
 
         pool = Pool(geometry, capacity_bytes, zeros)
-        self._pools[address := _address_of(pool)] = halves[0], halves[1]
-        weakref.finalize(pool, self._pools.pop, address, None)
+        weakref.finalize(pool, self._pools.pop, pool.address, None)
         return KVContext(geometry=geometry, pool=pool, rotate=self._rotate, device=self.device, ops=self._ops)
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
@@ -115,7 +114,7 @@ class MlxForward:
         plan = step.plan
         attention: _Together | _ByPlan = _ByPlan(plan)
         if plan.is_numbers_only and not plan.records:
-            attention = _Together(plan, self.spec, self._pools[_address_of(plan.pool)], self._uses_metal)
+            attention = _Together(plan, self.spec, self._pools[plan.pool.address], self._uses_metal)
         try:
             logits, tapped = self._program.run(
                 step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
@@ -137,20 +136,13 @@ class MlxForward:
         return Result(found, None if tapped is None else as_torch(tapped), samples)
 
 
-def _address_of(pool: Pool) -> int:
-    return next(iter(pool.buffers.values())).keys.data_ptr()
-
-
 class _Together:
     """Implements Attention: all sessions in one graph. Its K and V are written when it is computed."""
 
-    def __init__(
-        self, plan: StepPlan, spec: ModelSpec, pool: tuple[mx.array, mx.array], uses_metal: bool = False
-    ) -> None:
+    def __init__(self, plan: StepPlan, spec: ModelSpec, pool: mx.array, uses_metal: bool = False) -> None:
         self._plan = plan
         self._layers = spec.layers
-        dims = {layer.head_dim for layer in spec.layers}
-        self._pool = {dim: (pool[0].reshape(-1, dim), pool[1].reshape(-1, dim)) for dim in dims}
+        self._pool = {dim: pool.reshape(-1, 2 * dim) for dim in {layer.head_dim for layer in spec.layers}}
         few: list[StagedQueries] = []
         others: list[StagedQueries] = []
         for span in plan.spans:
@@ -171,7 +163,7 @@ class _Together:
         outs: dict[int, mx.array] = {}
         if self._by_kernel:
             lines, count = self._lines[index], self._parts[index]
-            found = attend_ragged(queries, *pool, keys, values, lines, parts=count, scaling=scaling, softcap=softcap)
+            found = attend_ragged(queries, pool, keys, values, lines, parts=count, scaling=scaling, softcap=softcap)
             ends = itertools.accumulate(span.stop - span.start for span in self._by_kernel)
             outs = dict(zip((span.start for span in self._by_kernel), mx.split(found, list(ends)[:-1]), strict=True))
         for reading in self._readings[index]:

@@ -24,11 +24,11 @@ Part = tuple[mx.array, mx.array]  # keys and values
 _FEW_QUERIES = 8
 
 
-def part_of(pool: Part, run: EntryRun, heads: int) -> Part:
-    """Keys and values [Hkv, S, D] of a run: views of the pool's vectors [R, D]."""
+def part_of(pool: mx.array, run: EntryRun, heads: int) -> Part:
+    """Keys and values [Hkv, S, D] of a run: views of the pool's rows [R, 2 · D]."""
     # Two slices and a reshape: `as_strided` counts in 32 bits.
     end, rows = run.start + heads * run.head_slots, slice(run.first, run.first + run.count)
-    keys, values = (states[run.start : end].reshape(heads, run.head_slots, -1)[:, rows] for states in pool)
+    keys, values = mx.split(pool[run.start : end].reshape(heads, run.head_slots, -1)[:, rows], 2, axis=-1)
     return keys, values
 
 

@@ -283,7 +283,7 @@ class _Arguments:
         numbers = _address_of(plan.numbers.all)
         np.add(self._writes_at, numbers, out=self._writes)
         native.regions = numbers + self._regions
-        native.keys, native.values = plan.pool.addresses
+        native.pool = plan.pool.address
         native.largest = self._largest_at if step.draws else None
         return native
 

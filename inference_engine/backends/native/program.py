@@ -194,7 +194,10 @@ class Program:
         matrices = (NativeMatrix * len(self.packed.matrices))(*self.packed.matrices)
         vectors = (ctypes.c_void_p * len(self._vectors))(*(vector.ctypes.data for vector in self._vectors))
         layers = (NativeLayer * len(self.steps.layers))(
-            *(NativeLayer(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in self.steps.layers)
+            *(
+                NativeLayer(one.query_heads, one.kv_heads, one.head_dim, one.value_dim, entry.value_at, entry.width)
+                for one, entry in ((layer, layer.entry) for layer in self.steps.layers)
+            )
         )
         self._frequencies = [table.frequencies for table in rotaries.values()]
         tables = (Rotary * len(rotaries))(

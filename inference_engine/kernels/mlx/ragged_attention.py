@@ -1,6 +1,7 @@
 """`kernels/ragged_attention.py` in Metal, for few queries: over the pool where it lies and the step's own entries.
 
-    queries [N, Hq, D] · keys, values [R, D], the pool's · new_keys, new_values [N, Hkv, D] · lines [M, LINE]
+    queries [N, Hq, D] · entries [R, 2 · D], the pool's rows: key and value · new_keys, new_values [N, Hkv, D]
+    lines [M, LINE]
 
 A threadgroup serves one query, query heads that share a KV head, and one part of the slots that the query reads. Its
 simdgroups take slot after slot by turns; their 32 lanes share the numbers of a head. Each keeps a softmax of its own,
@@ -50,7 +51,7 @@ _CONSTANTS = {
     "LANES": _LANES,
 }
 
-INPUTS = ("queries", "keys", "values", "new_keys", "new_values", "lines", "factors")
+INPUTS = ("queries", "entries", "new_keys", "new_values", "lines", "factors")
 OUTPUTS = ("out", "tops", "totals")
 
 # O: the type of `out`. D, GROUP, KV_HEADS: as in a layer's geometry. HEADS: query heads of a threadgroup.
@@ -119,8 +120,8 @@ _SOURCE = """
             }
         }
         const bool is_new = position >= before;
-        const int64_t entry_at =
-            (is_new ? (first_new + position) * KV_HEADS + kv_head : (slot < base ? prefix : own) + slot) * D;
+        const int64_t new_at = ((first_new + position) * KV_HEADS + kv_head) * D;
+        const int64_t entry_at = ((slot < base ? prefix : own) + slot) * 2 * D;
         float k[EACH];
         float v[EACH];
         for (int each = 0; each < EACH; each++) {
@@ -128,8 +129,8 @@ _SOURCE = """
             k[each] = 0.0f;
             v[each] = 0.0f;
             if (dim < D) {
-                k[each] = is_new ? float(new_keys[entry_at + dim]) : float(keys[entry_at + dim]);
-                v[each] = is_new ? float(new_values[entry_at + dim]) : float(values[entry_at + dim]);
+                k[each] = is_new ? float(new_keys[new_at + dim]) : float(entries[entry_at + dim]);
+                v[each] = is_new ? float(new_values[new_at + dim]) : float(entries[entry_at + D + dim]);
             }
         }
         for (int head = 0; head < HEADS; head++) {
@@ -218,8 +219,7 @@ def parts_of(lines: NDArray[np.int64]) -> list[int]:
 
 def attend_ragged(
     queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
+    entries: mx.array,
     new_keys: mx.array,
     new_values: mx.array,
     lines: mx.array,
@@ -237,7 +237,7 @@ def attend_ragged(
     dtype = queries.dtype if parts == 1 else mx.float32
     threads, shape = _SIMDGROUPS * _LANES, (asked, query_heads, parts)
     out, tops, totals = _kernel()(
-        inputs=[queries, keys, values, new_keys, new_values, lines, mx.array([scaling, softcap or 0.0])],
+        inputs=[queries, entries, new_keys, new_values, lines, mx.array([scaling, softcap or 0.0])],
         template=[
             ("O", dtype),
             ("D", dim),

@@ -1,6 +1,6 @@
 """An archive of compressed entries: each K and V vector is coded by itself, layer by layer, and packed.
 
-    buffer of K, per layer   [capacity, Hkv, vector bytes] codes of keys      | buffer of V: the same of values
+    run of a layer   means [K and V, Hkv, D] | codes [K and V][capacity, Hkv, vector bytes]
 
 Coded are the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant part per
 channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at equal
@@ -11,6 +11,7 @@ positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,8 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
+
+_ALIGNED = 16  # bytes, at which codes begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,10 @@ class Coded(Restorer):
 
     def _demand(self, geometry: Geometry, group: KeptLayers) -> Demand:
         """One layer's codes, and its means, as large as one entry."""
-        head_dim = group.layers.head_dim
-        code_bytes = group.capacity * group.layers.kv_heads * self.compressor.vector_bytes(head_dim)
-        elements = group.layers.kv_heads * head_dim + -(-code_bytes // geometry.itemsize)
-        unit = geometry.alignment
-        return Demand(head_dim=head_dim, elements=-(-elements // unit) * unit if group.capacity else 0)
+        if not group.capacity:
+            return Demand(width=1, elements=0)
+        means = group.layers.kv_heads * group.layers.entry.width * geometry.itemsize
+        return Demand.of_bytes(geometry, means + 2 * _code_bytes(self.compressor, group))
 
 
 class _CodedArchive(Archive):
@@ -144,32 +146,36 @@ class _CodedGroup:
         self._compressor = compressor
         self._context = context
         self._kept = kept
-        heads, dim = kept.layers.kv_heads, kept.layers.head_dim
+        heads, dim, itemsize = kept.layers.kv_heads, kept.layers.head_dim, context.geometry.itemsize
         self._vector_bytes = compressor.vector_bytes(dim)
-        self._mean_bytes = 2 * heads * dim * context.geometry.itemsize * len(starts)
-        buffer = context.pool.buffers[dim]
+        self._mean_bytes = 2 * heads * dim * itemsize * len(starts)
         runs = tuple(evenly_apart(starts)) if kept.capacity else ()
-        # Of keys and of values: views of the buffer, for some layers at a time.
+        # Of keys and of values: views of the pool, for some layers at a time.
+        memory, apart_codes = context.pool.memory, _code_bytes(compressor, kept)
         self._means = [
-            [(layers, _means_in(states, starts[layers.start], layers, apart, heads)) for layers, apart in runs]
-            for states in (buffer.keys, buffer.values)
+            [
+                (layers, _spaced(memory, starts[layers.start] + index * heads * dim, layers, apart, (heads, dim)))
+                for layers, apart in runs
+            ]
+            for index in range(2)
         ]
+        shape = (kept.capacity, heads, self._vector_bytes)
         self._codes = [
-            [(layers, self._codes_in(states, starts[layers.start] + heads, layers, apart)) for layers, apart in runs]
-            for states in (buffer.keys, buffer.values)
+            [
+                (
+                    layers,
+                    _spaced(
+                        memory.view(torch.uint8),
+                        (starts[layers.start] + 2 * heads * dim) * itemsize + index * apart_codes,
+                        layers,
+                        apart * itemsize,
+                        shape,
+                    ),
+                )
+                for layers, apart in runs
+            ]
+            for index in range(2)
         ]
-
-    def _codes_in(self, states: Tensor, first: int, layers: slice, apart: int) -> Tensor:
-        """[layers, capacity, Hkv, vector bytes] from vector `first` on, a layer every `apart` vectors."""
-        heads, width = self._kept.layers.kv_heads, self._vector_bytes
-        flat = states.view(torch.uint8).view(-1)
-        vector_bytes = states.shape[-1] * states.itemsize
-        shape = (layers.stop - layers.start, self._kept.capacity, heads, width)
-        return flat.as_strided(
-            shape,
-            (apart * vector_bytes, heads * width, width, 1),
-            flat.storage_offset() + first * vector_bytes,
-        )
 
     def begin(self, block: EntryBlock) -> None:
         if not len(block.positions):
@@ -277,11 +283,17 @@ class _CodedGroup:
         return (means[0] if len(means) == 1 else torch.cat(means)).float()[:, None]
 
 
-def _means_in(states: Tensor, first: int, layers: slice, apart: int, heads: int) -> Tensor:
-    """[layers, Hkv, D] of the buffer, from its vector `first` on, a layer every `apart` vectors."""
-    dim = states.shape[-1]
-    shape = (layers.stop - layers.start, heads, dim)
-    return states.as_strided(shape, (apart * dim, dim, 1), states.storage_offset() + first * dim)
+def _code_bytes(compressor: KVCompressor, group: KeptLayers) -> int:
+    """Of the codes of a layer's keys, or of its values, in memory."""
+    own = group.capacity * group.layers.kv_heads * compressor.vector_bytes(group.layers.head_dim)
+    return -(-own // _ALIGNED) * _ALIGNED
+
+
+def _spaced(memory: Tensor, first: int, layers: slice, apart: int, shape: tuple[int, ...]) -> Tensor:
+    """[layers, *shape] of flat memory, contiguous for each layer, from number `first` on, one every `apart`."""
+    own = memory[first : first + math.prod(shape)].view(shape)
+    count = layers.stop - layers.start
+    return own.as_strided((count, *shape), (apart, *own.stride()))
 
 
 # These functions hold nothing of a session, because recordings of them outlive it.

@@ -154,7 +154,6 @@ class Latent(Restorer):
             count=kept[0].capacity,
             width=self.bytes_in(geometry),
             resident_bytes=self.resident_bytes,
-            head_dim=kept[0].layers.head_dim,
             segment=geometry.segment_tokens,
         )
 

@@ -3,7 +3,7 @@
     place    0 1 2 … | … n        counted from the first archived position
              tier    | pool       the last `resident` places, a ring buffer
 
-    pool     buffer of K [resident, first half of the bytes]      buffer of V [resident, the rest]
+    pool     [resident, first half of the bytes], then [resident, the rest]
     tier     chunk [1, the two halves, 1, segment, half of the bytes]
 
 A latent is moved unchanged, so it decodes to the same in both.
@@ -30,7 +30,6 @@ class LatentPlaces:
     count: int
     width: int
     resident_bytes: int | None
-    head_dim: int  # selects the pool's buffer
     segment: int
 
     @property
@@ -42,12 +41,10 @@ class LatentPlaces:
         if self.resident_bytes is None:
             return self.count
         unit = geometry.alignment * geometry.itemsize
-        return min(self.count, self.resident_bytes // (2 * unit) * unit // self.half)
+        return min(self.count, self.resident_bytes // unit * unit // (2 * self.half))
 
     def demand(self, geometry: Geometry) -> Demand:
-        elements = -(-self.resident(geometry) * self.half // geometry.itemsize)
-        unit = geometry.alignment
-        return Demand(head_dim=self.head_dim, elements=-(-elements // unit) * unit)
+        return Demand.of_bytes(geometry, 2 * self.resident(geometry) * self.half)
 
     def chunks(self, geometry: Geometry) -> ChunkShape:
         """The chunks needed in the second tier, for all places that the pool has no room for."""
@@ -73,8 +70,8 @@ class LatentCodes:
         self._store = store
         self.has_tier = places.chunks(context.geometry).chunks > 0
         self._resident = places.resident(context.geometry)
-        buffer = context.pool.buffers[places.head_dim]
-        self._halves = [self._bytes_from(states) for states in (buffer.keys, buffer.values)]
+        whole = context.pool.run(self._demand, start).view(torch.uint8)[: 2 * self._resident * places.half]
+        self._halves = whole.view(2, self._resident, places.half).unbind()
         self._end = 0  # places that have been stored
 
     @staticmethod
@@ -93,12 +90,6 @@ class LatentCodes:
             context.pool.release([demand], starts)
             raise
         return LatentCodes(context, places, starts[0], store)
-
-    def _bytes_from(self, states: Tensor) -> Tensor:
-        """[resident, half of the bytes] of memory in one buffer."""
-        half = self._places.half
-        first = self._start * states.shape[-1] * states.itemsize
-        return states.view(torch.uint8).view(-1)[first : first + self._resident * half].view(self._resident, half)
 
     def put(self, first: int, codes: Tensor) -> None:
         """Store codes [n, width] for the places from `first` on, which follow those stored. Raises OSError."""

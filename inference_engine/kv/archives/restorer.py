@@ -74,10 +74,8 @@ class KeptLayers:
 def _chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     """Room for a chunk of entries of one layer, the largest of them."""
     entries = geometry.segments_in_a_chunk * geometry.segment_tokens
-    widest = max(kept, key=lambda group: group.layers.kv_heads * group.layers.head_dim)
-    elements = widest.layers.kv_heads * widest.layers.head_dim * min(entries, max(group.capacity for group in kept))
-    unit = geometry.alignment
-    return Demand(head_dim=widest.layers.head_dim, elements=-(-elements // unit) * unit)
+    widest = max(group.layers.kv_heads * group.layers.entry.width for group in kept)
+    return Demand.of(geometry, widest * min(entries, max(group.capacity for group in kept)))
 
 
 def restore_cache_slots(group: KeptLayers, held: int) -> int:
@@ -87,12 +85,11 @@ def restore_cache_slots(group: KeptLayers, held: int) -> int:
 
 def restore_cache_demands(geometry: Geometry, kept: Sequence[KeptLayers], held: int) -> tuple[Demand, ...]:
     """Room for `held` restored entries of each KV head, layer by layer."""
-    unit = geometry.alignment
     demands: list[Demand] = []
     for group in kept:
-        layers = group.layers
-        elements = -(-layers.kv_heads * restore_cache_slots(group, held) * layers.head_dim // unit) * unit
-        demands += [Demand(head_dim=layers.head_dim, elements=elements)] * len(layers.layers)
+        layers, width = group.layers, group.layers.entry.width
+        demand = Demand.of(geometry, layers.kv_heads * restore_cache_slots(group, held) * width, width)
+        demands += [demand] * len(layers.layers)
     return tuple(demands)
 
 

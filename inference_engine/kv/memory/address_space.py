@@ -1,4 +1,4 @@
-"""Address space for K and V on a host: far more of it than memory; pages become memory when entries are written.
+"""Address space for the KV cache on a host: far more of it than memory; pages become memory when entries are written.
 
 Reserved without memory or swap behind it (`MAP_NORESERVE`). What is discarded reads as zeros again, and its pages go
 back to the system.
@@ -20,7 +20,7 @@ from inference_engine.errors import BackendError
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0x40
 _MADV_DONTNEED = 4
 # The largest buffer. x86-64 and ARM give a process 128 TiB or more.
-MOST_BYTES = 2**44
+MOST_BYTES = 2**45
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -76,5 +76,4 @@ class Allocation:
 
 
 def allocation_bytes(demands: Sequence[Demand], *, itemsize: int) -> int:
-    """Bytes of K and V together."""
-    return 2 * itemsize * sum(demand.elements for demand in demands)
+    return itemsize * sum(demand.elements for demand in demands)

@@ -1,9 +1,10 @@
-"""The memory of the KV cache, shared by all sessions: one buffer for K, one for V, and allocations in them.
+"""The memory of the KV cache, shared by all sessions: one buffer, and runs of it that sessions take.
 
-    buffer [R, D]     a region: consecutive vectors of one KV head; the regions of a layer lie head after head
+    vectors [R, Dk + Dv]  key | value of one entry of one KV head
+    a region              consecutive vectors of one KV head; the regions of a layer lie head after head
 
-Layers of different head sizes D see the same memory as vectors of their own size. Vector 0 takes the writes of padding
-tokens. A session takes two things from the pool:
+Layers whose entries have other sizes see the same memory as vectors of their own. What is not entries, such as codes,
+lies in runs of bytes. Vector 0 takes the writes of padding tokens. A session takes two things from the pool:
 
     address runs    where its entries lie, for the longest history; nothing is ever moved
     a grant         bytes that it may hold now, counted against the capacity
@@ -29,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.memory.scratch import Scratch
 
 TRASH_UNITS = 1
@@ -132,18 +133,36 @@ def _fit(lengths: NDArray[np.int64], counts: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVBuffer:
-    """The whole memory as vectors of one head size: K and V, [R, D] each."""
+    """The whole memory as entries of one shape: vectors [R, …], and views of them, K [R, Dk] and V [R, Dv]."""
 
+    vectors: Tensor
     keys: Tensor
     values: Tensor
+
+    @classmethod
+    def over(cls, memory: Tensor, shape: EntryShape) -> KVBuffer:
+        """memory: flat; what is too short for a vector, at its end, is left out."""
+        width = shape.width
+        vectors = memory[: len(memory) // width * width].view(-1, width)
+        return cls(vectors, vectors[:, : shape.key], vectors[:, shape.value_at :][:, : shape.value])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """What one layer needs: room for `elements` elements of K and as many of V, in vectors of `head_dim`."""
+    """What one layer needs: `elements` numbers, in vectors of `width`, with one of which their run begins."""
 
-    head_dim: int
+    width: int
     elements: int  # a multiple of the geometry's alignment
+
+    @classmethod
+    def of(cls, geometry: Geometry, elements: int, width: int = 1) -> Demand:
+        """At least `elements`."""
+        unit = geometry.alignment
+        return cls(width=width, elements=-(-elements // unit) * unit)
+
+    @classmethod
+    def of_bytes(cls, geometry: Geometry, nbytes: int) -> Demand:
+        return cls.of(geometry, -(-nbytes // geometry.itemsize))
 
 
 class _Account:
@@ -191,18 +210,18 @@ class Pool:
         self._takes_grants = True
         self._discard = discard
         self._itemsize = geometry.itemsize
-        head_dims = sorted({layer.head_dim for layer in geometry.layers})
         self._unit = geometry.alignment
         self.scratch = Scratch()  # for the steps over this pool
-        unit_bytes = 2 * self._unit * geometry.itemsize
+        unit_bytes = self._unit * geometry.itemsize
         self._account = _Account(capacity_bytes // unit_bytes * unit_bytes)
         units = max(capacity_bytes, address_bytes) // unit_bytes
         self._runs = RunAllocator(units)
         self._unclean: list[tuple[int, int]] = []  # released and not zeroed since: start and count, in units
-        keys, values = (allocate((units + TRASH_UNITS) * self._unit) for _ in range(2))
-        self._halves = (keys, values)
-        self.buffers = {dim: KVBuffer(keys.view(-1, dim), values.view(-1, dim)) for dim in head_dims}
-        self.addresses = keys.data_ptr(), values.data_ptr()  # vectors of every size lie in the same memory
+        self.memory = allocate((units + TRASH_UNITS) * self._unit)
+        shapes = [layer.entry for layer in geometry.layers]
+        by_shape = {shape: KVBuffer.over(self.memory, shape) for shape in set(shapes)}
+        self.buffers = tuple(by_shape[shape] for shape in shapes)  # by layer
+        self.address = self.memory.data_ptr()
 
     @property
     def capacity_bytes(self) -> int:
@@ -232,7 +251,7 @@ class Pool:
         self._account.ungrant(nbytes)
 
     def reserve(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
-        """The first buffer vector of each layer's run, or None (and nothing taken) if there is no room.
+        """The first vector of each layer's run, or None (and nothing taken) if there is no room.
 
         Each layer takes any run that is long enough, so a fragmented pool can still serve.
         """
@@ -256,19 +275,24 @@ class Pool:
                     return None
                 starts.append(start)
         return tuple(
-            (start + TRASH_UNITS) * self._unit // demand.head_dim for start, demand in zip(starts, demands, strict=True)
+            (start + TRASH_UNITS) * self._unit // demand.width for start, demand in zip(starts, demands, strict=True)
         )
 
     def runs(self, demands: Sequence[Demand], starts: Sequence[int]) -> list[Run]:
         """Where that lies which `reserve` returned. Neighbours are one run: mostly all layers of a session are."""
         joined: list[Run] = []
         for start, demand in zip(starts, demands, strict=True):
-            first, count = start * demand.head_dim // self._unit - TRASH_UNITS, self._units(demand)
+            first, count = start * demand.width // self._unit - TRASH_UNITS, self._units(demand)
             if joined and sum(joined[-1]) == first:
                 joined[-1] = joined[-1][0], joined[-1][1] + count
             elif count:
                 joined.append((first, count))
         return joined
+
+    def run(self, demand: Demand, start: int) -> Tensor:
+        """The memory of a run: [elements]."""
+        first = start * demand.width
+        return self.memory[first : first + demand.elements]
 
     def least_released(
         self, held: Sequence[Collection[Run]], demands: Sequence[Demand], *, least: int = 0
@@ -311,8 +335,7 @@ class Pool:
         # From here on it may be taken, but only this thread writes entries.
         for start, count in free:
             first = (start + TRASH_UNITS) * self._unit
-            for states in self._halves:
-                (self._discard or _zero)(states[first : first + count * self._unit])
+            (self._discard or _zero)(self.memory[first : first + count * self._unit])
         return is_left
 
     def _give_back(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
@@ -324,7 +347,7 @@ class Pool:
         return demand.elements // self._unit
 
     def _bytes(self, units: int) -> int:
-        return 2 * units * self._unit * self._itemsize
+        return units * self._unit * self._itemsize
 
 
 def _zero(states: Tensor) -> None:

@@ -1,9 +1,8 @@
 """An index of a layer's keys by their leading components, and queries that read the tokens of largest weight.
 
-    tile    0      1      2      3      4 …           in K: tiles 0, 2, 4, …    in V: tiles 1, 3, 5, …
-    K  [ceil(tiles / 2), Hkv, tile_bytes]             V  [the same]
+    tile    0 2 4 …     then 1 3 5 …          [ceil(tiles / 2), Hkv, tile_bytes] each
 
-It lies in the session's allocation, half of it in K's buffer and half in V's, and grows with the history. A tile is
+It lies in the session's allocation, a run of bytes for each layer, and grows with the history. A tile is
 written when its last token is committed, from the entries as they lie in the regions, each tile by itself: its bits do
 not depend on how the tokens came. Generated tokens read the sink, the window and the chosen tokens
 (`kernels/components.py`). Appended tokens read everything, or choose as generated ones do, each for itself
@@ -12,6 +11,7 @@ not depend on how the tokens came. Generated tokens read the sink, the window an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -91,18 +91,20 @@ class TokenSelector(LayerMechanism):
         return min(archived, self.count)
 
     def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
-        unit = geometry.alignment * geometry.itemsize
-        elements = -(-_half_bytes(layers, layout, self.shape) // unit) * geometry.alignment
-        return Need(demands=(Demand(head_dim=layers.head_dim, elements=elements),) * len(layers.layers))
+        return Need(demands=(_demand(geometry, layers, layout, self.shape),) * len(layers.layers))
 
     def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
         return ComponentIndex(slots, self, starts)
 
 
-def _half_bytes(layers: LayerSet, layout: Layout, shape: IndexShape) -> int:
-    """Bytes of one layer's index in each of the two buffers."""
+def _stored(layers: LayerSet, layout: Layout, shape: IndexShape) -> tuple[int, ...]:
+    """The shape of one layer's index in bytes."""
     tiles = layout.longest // shape.tile
-    return -(-tiles // 2) * layers.kv_heads * shape.tile_bytes
+    return 2, -(-tiles // 2), layers.kv_heads, shape.tile_bytes
+
+
+def _demand(geometry: Geometry, layers: LayerSet, layout: Layout, shape: IndexShape) -> Demand:
+    return Demand.of_bytes(geometry, math.prod(_stored(layers, layout, shape)))
 
 
 class FarEntries(Protocol):
@@ -146,17 +148,11 @@ class ComponentIndex(LayerPart):
         self._shape = selector.shape
         context, layers = slots.context, slots.layer_set.layers
         self._components = [context.components[layer] for layer in layers]
-        elements = _half_bytes(slots.layer_set, slots.layout, self._shape) // context.geometry.itemsize
-        stored = (-(-(slots.layout.longest // self._shape.tile) // 2), slots.kv_heads, self._shape.tile_bytes)
-        buffer = slots.buffer
-        # By layer, the bytes in K and in V: [pairs of tiles, Hkv, tile_bytes].
-        self._halves = [
-            tuple(
-                states.view(-1)[begin : begin + elements].view(torch.uint8).view(stored)
-                for states in (buffer.keys, buffer.values)
-            )
-            for begin in (start * slots.head_dim for start in starts)
-        ]
+        stored = _stored(slots.layer_set, slots.layout, self._shape)
+        demand = _demand(context.geometry, slots.layer_set, slots.layout, self._shape)
+        runs = [context.pool.run(demand, start).view(torch.uint8) for start in starts]
+        # By layer, even tiles and odd ones: [pairs of tiles, Hkv, tile_bytes].
+        self._halves = [run[: math.prod(stored)].view(stored).unbind() for run in runs]
         # What the device's own operation needs, by layer; None where it has none.
         self._opened: list[OpenIndex | None] = [
             context.open_index(
@@ -376,10 +372,10 @@ class ComponentIndex(LayerPart):
         held.add(components=len(self._halves) * sum(half.numel() for half in written))
 
     def _written(self, length: int) -> Iterator[tuple[Tensor, ...]]:
-        """By layer, the bytes of whole tiles in K and in V."""
+        """By layer, the bytes of whole tiles, even ones and odd ones."""
         tiles = length // self._shape.tile
-        for keys, values in self._halves:
-            yield keys[: -(-tiles // 2)], values[: tiles // 2]
+        for even, odd in self._halves:
+            yield even[: -(-tiles // 2)], odd[: tiles // 2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,9 +34,8 @@ from inference_engine.kv.views import CausalView, DenseView, StagedQueries, Step
 
 def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
     """The memory that the regions of one layer of the set need."""
-    unit = geometry.alignment
-    elements = layers.kv_heads * layout.region * layers.head_dim
-    return Demand(head_dim=layers.head_dim, elements=-(-elements // unit) * unit)
+    width = layers.entry.width
+    return Demand.of(geometry, layers.kv_heads * layout.region * width, width)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -133,7 +133,7 @@ class OffloadedEntries:
         head_dim: int,
     ) -> None:
         """Opens a store for the entries. starts: the first buffer vector of each layer's regions. Raises Overloaded."""
-        self._buffer: KVBuffer = context.pool.buffers[head_dim]
+        self._buffer: KVBuffer = context.pool.buffers[layers[0]]
         self._device = context.device
         self.layout = layout
         self._tier = tier

@@ -26,6 +26,7 @@ from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
 from inference_engine.kv.context import KVContext, RestoreCache
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
+from inference_engine.kv.memory.allocation import allocation_bytes
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.part import Held, Need
 from inference_engine.kv.parts.archived import Asked, ExactEntries
@@ -148,8 +149,7 @@ class SelectedEntries(StreamedEntries):
     def report(self, held: Held, length: int, end: int) -> None:
         super().report(held, length, end)
         if self._caches and any(self._counts(length)):
-            elements = sum(demand.elements for demand in self._caches)
-            held.add(restored=2 * elements * self._context.geometry.itemsize)
+            held.add(restored=allocation_bytes(self._caches, itemsize=self._context.geometry.itemsize))
         for exact in self._sets:
             for part in exact.regions.parts:
                 part.report(held, length, end)

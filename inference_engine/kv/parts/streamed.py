@@ -259,12 +259,7 @@ class _ChunkRoom:
     def __init__(self, context: KVContext, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         self._context = context
         self._demands, self._starts = demands, starts
-        self._halves: list[Tensor] = []
-        for demand, start in zip(demands, starts, strict=True):
-            buffer, first = context.pool.buffers[demand.head_dim], start * demand.head_dim
-            self._halves += [
-                states.view(-1)[first : first + demand.elements] for states in (buffer.keys, buffer.values)
-            ]
+        self._runs = [context.pool.run(demand, start) for demand, start in zip(demands, starts, strict=True)]
 
     @staticmethod
     def reserve(context: KVContext, placement: Placement) -> _ChunkRoom | None:
@@ -274,11 +269,12 @@ class _ChunkRoom:
 
     @property
     def nbytes(self) -> int:
-        return sum(half.nbytes for half in self._halves)
+        return sum(run.nbytes for run in self._runs)
 
     def of(self, heads: int, count: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Room for keys and values, [heads, count, head_dim] each."""
-        keys, values = (half[: heads * count * head_dim].view(heads, count, head_dim) for half in self._halves)
+        (run,) = self._runs
+        keys, values = run[: 2 * heads * count * head_dim].view(2, heads, count, head_dim)
         return keys, values
 
     def hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,8 @@
 //
 // Keys are turned, 64 at a time, so that 16 of them lie in the lanes; then scores are a product of small matrices as
 // the weighted sum of values is. Queries next to each other that look at one region form a tile and share the keys; a
-// query alone waits for memory, so what it reads next is fetched while it multiplies.
+// query alone waits for memory, so what it reads next is fetched while it multiplies: where a value lies beside its key,
+// of the chunk after both, as one stream.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -72,9 +73,11 @@ struct Ahead {
   int each = 0;
   int row = 0, left = 0;  // lines of a row, and of this one
   int64_t gap = 0;        // bytes from the end of a row to the next one
+  bool is_far = false;    // read so late that the nearest cache would not hold it
   void fetch(int) {
     for (int i = 0; i < each; i++) {
-      __builtin_prefetch(at);
+      if (is_far) __builtin_prefetch(at, 0, 2);
+      else __builtin_prefetch(at);
       at += LINE_BYTES;
       if (!--left) at += gap, left = row;
     }
@@ -390,7 +393,10 @@ template <class T>
 class Reader {
  public:
   Reader(const Attention& call)
-      : call_(call), dim_(call.head_dim), value_dim_(call.value_dim), group_(call.query_heads / call.kv_heads) {}
+      : call_(call), dim_(call.head_dim), value_dim_(call.value_dim), group_(call.query_heads / call.kv_heads) {
+    auto apart = (intptr_t)call.values - (intptr_t)call.keys;
+    is_joint_ = apart >= 0 && apart < call.row * (int64_t)sizeof(T);
+  }
 
   // Chunks first … end - 1 of a tile. states: where each chunk's state goes; null: they are joined and finished here.
   void read(const Tile& tile, int head, int64_t first, int64_t end, float* states) {
@@ -502,6 +508,19 @@ class Reader {
     return {(const char*)from, each, lines, lines, call_.row * (int64_t)sizeof(T) - lines * LINE_BYTES};
   }
 
+  // Vectors `first` … `first` + count - 1 of word w of the chunk after, in `steps` parts: keys, and values beside them.
+  Ahead next_ahead(int w, int first, int count, int steps) const {
+    if (count_ > 1 || !next_keys_[w]) return NOTHING;
+    int width = is_joint_ ? (int)call_.row : dim_;
+    Ahead ahead = rows_ahead(next_keys_[w] + first * call_.row * (int64_t)sizeof(T), width,
+                             (count * lines_of(width) + steps - 1) / steps);
+    ahead.is_far = true;
+    return ahead;
+  }
+
+  // Has nothing fetched this chunk's values yet? They lie apart from the keys, or it is the first chunk.
+  bool lacks_values() const { return !is_joint_ || next_ <= 1; }
+
   void take_region(const int64_t* numbers) {
     base_ = numbers[BASE];
     own_ = numbers[START] + head_ * numbers[HEAD_SLOTS] - base_;
@@ -573,11 +592,12 @@ class Reader {
         // Memory outside what a query sees may belong to something else, or to nothing.
         vectors[i] = seen >> (16 * g + i) & 1 ? vector(call_.keys, chunk + slot) : (const T*)nothing_;
       }
-      Ahead values = NOTHING;
+      Ahead ahead = NOTHING;
       int64_t first_value = chunk + w * WORD + g * TURN_FETCHES;
       int each = TURN_FETCHES * 16 * (int)sizeof(T) / LINE_BYTES;
-      if (count_ == 1) values = rows_ahead(vector(call_.values, first_value), value_dim_, each);
-      turn(vectors, dim_, keys_ + 16 * g, values);
+      if (!lacks_values()) ahead = next_ahead(w, 4 * g, 4, dim_ / 16);
+      else if (count_ == 1) ahead = rows_ahead(vector(call_.values, first_value), value_dim_, each);
+      turn(vectors, dim_, keys_ + 16 * g, ahead);
     }
     return seen;
   }
@@ -588,11 +608,12 @@ class Reader {
     int from = __builtin_ctzll(seen) / 16, to = (63 - __builtin_clzll(seen)) / 16 + 1;
     float* scores = scores_ + row * CHUNK + w * WORD + 16 * from;
     for (int r = 0; r < rows; r++) memset(scores + r * CHUNK, 0, sizeof(float) * 16 * (to - from));
-    Ahead values = NOTHING;
+    Ahead ahead = NOTHING;
     int64_t first_value = w * WORD + WORD / 16 * TURN_FETCHES;
     int each = (WORD - WORD / 16 * TURN_FETCHES) * (int)sizeof(T) / LINE_BYTES;
-    if (count_ == 1) values = rows_ahead(vector(call_.values, chunk + first_value), value_dim_, each);
-    product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from, values);
+    if (!lacks_values()) ahead = next_ahead(w, WORD / 4, WORD / 4, dim_);
+    else if (count_ == 1) ahead = rows_ahead(vector(call_.values, chunk + first_value), value_dim_, each);
+    product(rows, queries_ + row * dim_, dim_, keys_ + 16 * from, WORD, dim_, scores, CHUNK, to - from, ahead);
   }
 
   // Slots that all these queries see are added to all at once, others to each query by itself; ascending for each.
@@ -634,11 +655,12 @@ class Reader {
     int border = (int)std::min<int64_t>(std::max<int64_t>(base_ - chunk, from), to);
     for (; from < to; from = border, border = to) {
       if (from == border) continue;
-      Ahead keys = NOTHING;
-      const char* next = count_ == 1 ? next_keys_[from / WORD] : nullptr;
-      if (next) keys = rows_ahead(next + from % WORD * call_.row * sizeof(T), dim_, lines_of(dim_));
-      product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), call_.row, border - from,
-              states + row * state_size(value_dim_), state_size(value_dim_), value_dim_ / 16, keys);
+      int w = from / WORD, place = from % WORD, count = border - from;
+      // Where values lie beside keys, half of it was fetched while keys were turned and scored.
+      Ahead next = lacks_values() ? next_ahead(w, place, count, count)
+                                  : next_ahead(w, WORD / 2 + place / 2, count / 2, count);
+      product(rows, scores_ + row * CHUNK + from, CHUNK, vector(call_.values, chunk + from), call_.row, count,
+              states + row * state_size(value_dim_), state_size(value_dim_), value_dim_ / 16, next);
     }
   }
 
@@ -657,6 +679,7 @@ class Reader {
   const Attention& call_;
   Room& room_ = Room::own();
   int dim_, value_dim_, group_;
+  bool is_joint_;  // does a value lie in the vector of its key?
   size_t next_ = 0;                           // of what is ahead
   const char* next_keys_[CHUNK / WORD] = {};  // of the chunk after, to fetch while these words' values are added
   int head_ = 0, count_ = 0;

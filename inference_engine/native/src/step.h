@@ -168,14 +168,14 @@ class Run {
 
   // Writes keys and values of each token, which lie one behind the other, `stride` floats from one token to the next.
   void write(const Layer& layer, int32_t index, const float* keys, int64_t stride) {
-    int64_t dim = layer.head_dim;
+    int64_t dim = layer.head_dim, value_dim = layer.value_dim;
     const float* values = keys + layer.kv_heads * dim;
     const int64_t* writes = s_.writes[index];
     each(tokens_, [&](int64_t token) {
       for (int64_t head = 0; head < layer.kv_heads; head++) {
-        int64_t place = writes[token * layer.kv_heads + head];
-        put(p_.kv_type, s_.keys, place * dim, keys + token * stride + head * dim, dim);
-        put(p_.kv_type, s_.values, place * dim, values + token * stride + head * dim, dim);
+        int64_t at = writes[token * layer.kv_heads + head] * layer.row;
+        put(p_.kv_type, s_.pool, at, keys + token * stride + head * dim, dim);
+        put(p_.kv_type, s_.pool, at + layer.value_at, values + token * stride + head * value_dim, value_dim);
       }
     });
   }
@@ -188,8 +188,8 @@ class Run {
     write(layer, o.layer, in + layer.query_heads * dim, stride);
     Attention what = {};
     what.queries = in;
-    what.keys = s_.keys;
-    what.values = s_.values;
+    what.keys = s_.pool;
+    what.values = (const char*)s_.pool + layer.value_at * (p_.kv_type == KV_FLOAT32 ? 4 : 2);
     what.regions = s_.regions + o.layer * tokens_ * attention::FIELDS;
     what.head_sinks = o.vector < 0 ? nullptr : p_.vectors[o.vector];
     what.out = at(o.output);
@@ -197,10 +197,11 @@ class Run {
     what.query_stride = stride;
     what.region_stride = attention::FIELDS;
     what.out_stride = width(o.output);
-    what.row = dim;
+    what.row = layer.row;
     what.query_heads = layer.query_heads;
     what.kv_heads = layer.kv_heads;
-    what.head_dim = what.value_dim = layer.head_dim;
+    what.head_dim = layer.head_dim;
+    what.value_dim = layer.value_dim;
     what.kv_type = p_.kv_type;
     what.scaling = o.number;
     what.softcap = o.other;

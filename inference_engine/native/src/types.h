@@ -241,8 +241,9 @@ struct Operation {
   float other;   // ATTEND: softcap
 };
 
+// An entry of a KV head is a row of `row` numbers, whose key is first, and whose value begins with number `value_at`.
 struct Layer {
-  int32_t query_heads, kv_heads, head_dim;
+  int32_t query_heads, kv_heads, head_dim, value_dim, value_at, row;
 };
 
 // A rotation table. turned: numbers of a head that are rotated; frequencies: [turned / 2]; factor: of cosine and sine.
@@ -252,12 +253,12 @@ struct Rotary {
   float factor;
 };
 
-// The tokens of one step. writes: by layer [tokens][kv_heads], places in the buffers; regions: [layers][tokens][20].
+// The tokens of one step. writes: by layer [tokens][kv_heads], rows of the pool; regions: [layers][tokens][20].
 struct Step {
   const int64_t *ids, *positions;
   const int64_t* const* writes;
   const int64_t* regions;
-  void *keys, *values;
+  void* pool;
   const int64_t* logit_queries;
   float* logits;         // [logit_count][vocabulary]
   const int32_t* taps;   // layers, ascending

@@ -58,9 +58,8 @@ class QueryMatcher(LayerMechanism):
 def query_cache_demand(geometry: Geometry, layer: int, matcher: QueryMatcher) -> Demand:
     """The memory that the query cache of one layer needs."""
     shape = geometry.layers[layer]
-    unit = geometry.alignment * geometry.itemsize
-    value_bytes = matcher.ring * (8 + shape.query_heads * (shape.head_dim + 1) * 4)  # K takes a little less
-    return Demand(head_dim=shape.head_dim, elements=-(-value_bytes // unit) * geometry.alignment)
+    half = matcher.ring * (8 + shape.query_heads * (shape.head_dim + 1) * 4)  # the first one takes a little less
+    return Demand.of_bytes(geometry, 2 * half)
 
 
 class PastQueries:
@@ -236,14 +235,10 @@ def _unrotations(slots: LayerSlots, positions: Positions) -> Tensor:
 
 
 def _allocation(context: KVContext, layer: int, start: int, matcher: QueryMatcher) -> tuple[Tensor, Tensor]:
-    """The bytes of a layer's ring buffer, in K and in V."""
+    """The bytes of a layer's ring buffer, in two halves."""
     demand = query_cache_demand(context.geometry, layer, matcher)
-    buffer = context.pool.buffers[demand.head_dim]
-    first = start * demand.head_dim
-    keys, values = (
-        states.view(-1)[first : first + demand.elements].view(torch.uint8) for states in (buffer.keys, buffer.values)
-    )
-    return keys, values
+    first, second = context.pool.run(demand, start).view(torch.uint8).chunk(2)
+    return first, second
 
 
 def _state(query_heads: int, head_dim: int, ring: int, allocation: tuple[Tensor, Tensor]) -> MacState:
