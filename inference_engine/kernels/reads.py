@@ -305,12 +305,14 @@ class RaggedAttention(Protocol):
 class AttentionByRecord:
     """Implements RaggedAttention: plain reads by one kernel, and those of each record by the record's own.
 
-    alone_upto: in a step of so many queries at most, the kernel of its only record serves all of them.
+    alone_upto: in a step of so many queries at most, the kernel of its only record serves all of them. is_even: must
+    values be as large as keys?
     """
 
     name: str
     regions: RegionKernel
     alone_upto: int = 0
+    is_even: bool = False
 
     def supports(self, record: ReadRecord) -> bool:
         return isinstance(record, RegionRead) or self.name in record.KERNELS
@@ -319,6 +321,11 @@ class AttentionByRecord:
         require_support(self, call.reads)
         call = call.ready()
         out = call.new_out()
+        if self.is_even and out.shape != call.queries.shape:
+            raise BackendError(
+                f"kernels of the executor {self.name!r} read values as large as keys, not values of {out.shape[2]} "
+                f"numbers beside keys of {call.head_dim}; start with kernels=plain"
+            )
         is_alone = len(call.reads) == 1 and len(call.queries) <= self.alone_upto
         if not is_alone:
             self.regions(call, out)

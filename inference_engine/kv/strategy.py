@@ -97,8 +97,8 @@ class Placement:
         if self.archived:
             active = self.restorer.entries.active_need(geometry, self)
         return Bound(
-            sustained_bytes=2 * sustained.elements * geometry.itemsize,
-            peak_bytes=2 * (sustained.elements + active.elements) * geometry.itemsize,
+            sustained_bytes=sustained.elements * geometry.itemsize,
+            peak_bytes=(sustained.elements + active.elements) * geometry.itemsize,
             tier_bytes=sustained.tier_bytes,
         )
 
@@ -268,9 +268,21 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
     strategy.check(geometry)
     fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
-    if not fixed:
+    uneven = {index for index, layer in enumerate(geometry.layers) if not layer.entry.is_even}
+    if not fixed and not uneven:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
+    special = {layer for layers, layout in plan.resident if layout.mechanisms for layer in layers.layers}
+    special |= {layer for layers, _ in plan.archived for layer in layers.layers}
+    if hit := sorted(special & uneven):
+        entry = geometry.layers[hit[0]].entry
+        raise InvalidArgument(
+            "strategy",
+            f"{strategy} codes or chooses entries, for which keys and values have to be of one size, side by side. "
+            f"Layer {hit[0]} has a key of {entry.key} numbers and a value of {entry.value}"
+            f"{' inside it' if entry.value_in_key else ''}. full without a codec and sink_window can be used",
+            layer=hit[0],
+        )
     moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
         moved |= {layer for layers, _ in plan.archived for layer in layers.layers}

@@ -141,9 +141,11 @@ def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False)
         )
 
 
-attend_ragged = AttentionByRecord(name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES)
+attend_ragged = AttentionByRecord(name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES, is_even=True)
 # Queries of each record are served in one way, however many there are.
-attend_invariant = AttentionByRecord(name="triton in one order", regions=partial(_attend_all, in_one_order=True))
+attend_invariant = AttentionByRecord(
+    name="triton in one order", regions=partial(_attend_all, in_one_order=True), is_even=True
+)
 
 
 @triton.jit
