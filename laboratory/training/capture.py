@@ -1,6 +1,7 @@
 """Unrotated queries, keys and values of every layer of a transformers model, read by hooks while it runs over tokens.
 
     q_proj k_proj v_proj            the projections; what they give is already per head, only flat
+                                    (values may come from k_proj, too)
     q_norm k_norm v_norm            where a model has them, their output counts: it is what the model rotates
 
 Nothing of the model changes, and the hooks are gone afterwards.
@@ -111,11 +112,17 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and all(
-            isinstance(getattr(module, f"{kind}_proj", None), nn.Module) for kind in _KINDS
-        ):
+        if isinstance(layer, int) and all(_projection(module, kind) is not None for kind in _KINDS):
             found[layer] = module
     return found
+
+
+def _projection(attention: nn.Module, kind: str) -> nn.Module | None:
+    """Where `v_proj` is None, values come from the projection of the keys, as in Gemma 4's global layers."""
+    own = getattr(attention, f"{kind}_proj", None)
+    if kind == "v" and own is None and hasattr(attention, "v_proj"):
+        own = getattr(attention, "k_proj", None)
+    return own if isinstance(own, nn.Module) else None
 
 
 def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, Tensor]:
@@ -141,7 +148,8 @@ class _Recorder:
         self._states: dict[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
         for kind in _KINDS:
-            projection: nn.Module = getattr(attention, f"{kind}_proj")
+            projection = _projection(attention, kind)
+            assert projection is not None
             self._handles.append(projection.register_forward_hook(self._projected(kind)))
             norm = getattr(attention, f"{kind}_norm", None)
             if isinstance(norm, nn.Module):

@@ -22,6 +22,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 from kv_cache_proposer.ngram import NgramDrafter
+from laboratory.training.capture import capture, require_stored_keys
 from tests.admissions import admitted_once
 from tests.further import further
 from tests.laws.variants import generate, text
@@ -212,6 +213,14 @@ def test_options_of_strategies_number_the_layers_of_the_model(
     ):
         with pytest.raises(InvalidArgument, match=said):
             parse_strategy(strategy).check(geometry)
+
+
+def test_calibration_sees_values_that_come_from_the_projection_of_the_keys() -> None:
+    own = own_model("large")
+    (state,) = next(capture(own, [torch.tensor([text(20)])], layers=[3]))
+    weight = own.get_submodule("model.layers.3.self_attn.k_norm").weight
+    torch.testing.assert_close(state.keys, state.values * weight)
+    require_stored_keys(own, layers=[3])
 
 
 @pytest.mark.parametrize(

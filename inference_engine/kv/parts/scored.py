@@ -9,9 +9,10 @@ scores: whenever a segment leaves the window, its entries compete with those tha
 entries of its own. Keys stay rotated at their own positions.
 
 What is kept is a function of the history alone: scores are computed at segment boundaries, of committed entries and the
-query of the segment's last token, never of how the tokens arrived. What a place holds is decided on the device; that it
-is held is all that the slot table says, so the host waits for nothing. The query comes by a view, in a step of its own,
-and is kept until the commit. All other queries read by numbers.
+query of the segment's last token (where several layers of the model read the entries, of the last of these layers),
+never of how the tokens arrived. What a place holds is decided on the device; that it is held is all that the slot table
+says, so the host waits for nothing. The query comes by a view, in a step of its own, and is kept until the commit. All
+other queries read by numbers.
 """
 
 from __future__ import annotations
