@@ -305,8 +305,8 @@ BUGS = (
     Bug(
         "a fork gets full rows only from the journal",
         "inference_engine/session/journal_tables.py",
-        "                if crc == tokens_crc(position, mark, ids, logprobs, parent):",
-        "                if crc != tokens_crc(position, mark, ids, logprobs, parent):",
+        "for row in packed(end):",
+        "for row in packed(end[:0]):",
         JOURNAL,
     ),
     Bug(

@@ -34,7 +34,7 @@ DEFAULT = (
     "full",
     "full:codec=int8",
     "sink_window:window=1024",
-    "restored:source=latent,mode=select,window=256",
+    "gather:scorer=bounds",
 )
 REWOUND, ANEW = "rewound", "anew"
 _TOKENS = 8  # that both generate, to be compared
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategies", nargs="+", type=strategy_argument, default=[parse_strategy(one) for one in DEFAULT],
         metavar="SPEC", help=f"of the sessions (default: {' '.join(DEFAULT)})",
     )  # fmt: skip
-    parser.add_argument("--segments", type=int, default=7, metavar="N", help="whole ones in the history")
+    parser.add_argument("--segments", type=int, default=5, metavar="N", help="whole ones in the history")
     parser.add_argument("--appended", type=int, default=18, metavar="N", help="ids that a session then is given")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="beside one that does not count")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="beside one that does not count")
     parser.add_argument("--kind", choices=KINDS, default="prose", help="of text in the histories")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the text")
 
