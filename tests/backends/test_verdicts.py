@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -18,13 +19,13 @@ from inference_engine.backends.read_model_spec import read_model_spec
 from inference_engine.backends.twin import text_generator
 from inference_engine.backends.verdicts import BROUGHT, brought_key
 from inference_engine.compose import admit, forget_admission, open_backend, try_out
-from inference_engine.config import ModelConfig, resolve
+from inference_engine.config import ModelConfig, has_mlx, resolve
 from inference_engine.models import fetch
 from inference_engine.models.folder import GGUF
 from inference_engine.models.seam import Seam
 from scripts.generate_verdicts import tried
 from tests.admissions import admitted_once
-from tests.further import further
+from tests.further import further, off_metal
 from tests.models.tiny_gguf import FAMILIES, tiny_model
 from tests.processes import run
 from tests.tiny_native import library
@@ -37,7 +38,7 @@ from inference_engine.compose import admit, open_parts
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.types import GenerateParams
 import inference_engine.server.run
-model = ModelConfig(model=sys.argv[1], cache_dir=sys.argv[2])
+model = ModelConfig(model=sys.argv[1], cache_dir=sys.argv[2], device=sys.argv[3])
 parts = open_parts(model, admit(model))
 with parts.engine(EngineConfig(kv_bytes=2**24, segment_tokens=16, strategy="sink_window:window=16")) as engine:
     session = engine.create_session()
@@ -75,22 +76,27 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return tried
 
 
-@pytest.mark.parametrize("find_out", [open_backend, further(try_out)])
+@pytest.mark.parametrize(
+    ("find_out", "device", "backend"),
+    [(open_backend, "cpu", "native"), further(try_out, "cpu", "native"), off_metal(open_backend, "mlx", "mlx")],
+)
 def test_a_server_with_kept_verdicts_imports_no_transformers(
-    model: ModelConfig, find_out: Callable[[ModelConfig], object], tmp_path: Path
+    model: ModelConfig, find_out: Callable[[ModelConfig], object], device: str, backend: str, tmp_path: Path
 ) -> None:
     """Neither what serves, which a forked process has imported already, nor what it does then."""
+    if backend == "mlx" and not has_mlx():
+        pytest.skip("the package mlx is not installed")
     library()
-    find_out(model)
+    find_out(replace(model, device=device))
     program = tmp_path / "served.py"
     program.write_text(SERVED, encoding="utf-8")
 
-    done = run(str(program), model.model, model.cache_dir)
+    done = run(str(program), model.model, model.cache_dir, device)
 
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]
 
-    assert said.startswith("native ") and said.endswith(" []"), said
+    assert said.startswith(f"{backend} ") and said.endswith(" []"), said
 
 
 def test_a_second_start_gives_what_the_first_gave_and_tries_nothing(model: ModelConfig, trials: list[str]) -> None:
@@ -201,7 +207,7 @@ def test_the_first_start_of_a_known_model_imports_no_transformers(known_gguf: Pa
     program = tmp_path / "served.py"
     program.write_text(SERVED, encoding="utf-8")
 
-    done = run(str(program), str(known_gguf), str(tmp_path / "cache"))
+    done = run(str(program), str(known_gguf), str(tmp_path / "cache"), "cpu")
 
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()[-1]

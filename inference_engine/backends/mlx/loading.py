@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from typing import Any
 
 import torch
 
 from inference_engine.backends.base import Admitted, use_threads
-from inference_engine.backends.mlx import trial
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
@@ -39,6 +38,12 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     use_threads(config.threads)
     checked = check_model(config.model, cache=config.cache_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
+
+    def try_list(kind: Any, full: Any) -> float:
+        from inference_engine.backends.mlx import trial  # with transformers: two seconds of each start
+
+        return trial.try_list(kind, full, admitted.traits, uses_metal=uses_metal)
+
     try:
         spec = tried_spec(
             config,
@@ -46,7 +51,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
             admitted.traits,
             executor="mlx",
             depends=f"{describe()} {config.kernels}",
-            try_list=partial(trial.try_list, traits=admitted.traits, uses_metal=uses_metal),
+            try_list=try_list,
         )
         # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
