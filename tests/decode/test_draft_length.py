@@ -110,10 +110,10 @@ def test_the_first_step_of_a_shape_does_not_count() -> None:
 
 
 def test_steps_between_known_sizes_lie_on_the_line_and_larger_ones_cost_like_the_largest() -> None:
-    steps = line(1.0, 0.5, tokens=(2, 6))
+    steps = line(1.0, 0.5, tokens=(2, 10))
     assert steps.expected(4) == pytest.approx(3.0)
     assert steps.expected(1) == steps.expected(2)
-    assert steps.expected(99) == steps.expected(6)
+    assert steps.expected(99) == steps.expected(10)
 
 
 def test_one_slow_step_does_not_change_much() -> None:
@@ -193,6 +193,7 @@ def test_what_all_give_is_not_turned_by_one_session() -> None:
 def test_places_that_were_never_reached_resemble_the_last_one() -> None:
     acceptance = seen(*[(2, 2)] * 100)
     assert acceptance.rate(7) == acceptance.rate(1) > 0.95
+    assert acceptance.rates(8) == [acceptance.rate(place) for place in range(8)]
 
 
 def test_watching_takes_its_share_of_the_time_and_no_more() -> None:
