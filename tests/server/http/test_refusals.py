@@ -129,8 +129,12 @@ async def test_a_body_that_a_page_could_send_unasked_is_refused(client: httpx2.A
     assert error_of(answer)["code"] == "unsupported_media_type"
 
 
-async def test_a_body_that_is_too_large_is_refused(client: httpx2.AsyncClient) -> None:
-    answer = await client.post(COMPLETIONS, json=asking(stop="x" * MAX_BODY_BYTES))
+async def test_a_body_that_is_too_large_is_refused_though_it_says_no_length(client: httpx2.AsyncClient) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(MAX_BODY_BYTES // 64 + 1):
+            yield b" " * 64
+
+    answer = await client.post(COMPLETIONS, content=chunks(), headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (413, "body_too_large")
 
 

@@ -82,24 +82,6 @@ def test_bytes_that_are_no_text_come_out_as_they_decode_and_wait_for_three_more_
         assert len(whole) - len(shown) <= 3
 
 
-@lru_cache(maxsize=1)
-def straddling_tokenizer() -> Tokenizer:
-    """Tokens that end one character and begin the next."""
-    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str("你好吗")[0][0]
-    words = [spelled[:2], *(spelled[at : at + 3] for at in range(2, 8, 3)), spelled[8:]]
-    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-@given(rounds=st.integers(1, 30))
-def test_tokens_that_begin_the_next_character_show_no_half_of_it(rounds: int) -> None:
-    ids = [0, 1, 2, 3] * rounds
-    given_out = pieces(straddling_tokenizer(), ids)
-    assert "".join(given_out) == "你好吗" * rounds
-    assert not any(BROKEN in piece for piece in given_out)
-
-
 def test_a_character_that_was_cut_off_is_left_out() -> None:
     ids = byte_tokenizer().encode("a😀", add_special_tokens=False).ids
     assert "".join(pieces(byte_tokenizer(), ids[:-1])) == "a"
@@ -166,10 +148,3 @@ def test_nothing_of_a_stop_string_is_shown_and_only_what_may_become_one_waits(te
         waiting = text[len(shown) : count]
         assert waiting == "" or any(stop.startswith(waiting) for stop in stops)
     assert shown == expected(stops, text)[0] or not strings.is_matched
-
-
-def test_after_a_stop_string_nothing_comes() -> None:
-    strings = StopStrings(["."])
-    assert strings.push("One. Two.") == "One"
-    assert strings.push("Three") == ""
-    assert strings.end() == ""
