@@ -165,7 +165,10 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateParams:
-    """The parameters of one Generate. The engine checks ids against the vocabulary."""
+    """The parameters of one Generate. The engine checks ids against the vocabulary.
+
+    max_tokens: 0 to prefill, and generate nothing.
+    """
 
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
@@ -176,7 +179,7 @@ class GenerateParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", f"must be ≥ 1, got {self.max_tokens}")
+        _require(self.max_tokens >= 0, "max_tokens", f"must be ≥ 0, got {self.max_tokens}")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",

@@ -236,7 +236,7 @@ class Generates:
             try:
                 if known is not None:
                     check_length(session, known.end_position, self._metrics)
-                self._refuse_without_place(session, known, forced)
+                self._refuse_without_place(session, params, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
                 transcript = known or _new_transcript(session, params, forced, grammar, call, self._metrics)
@@ -258,11 +258,15 @@ class Generates:
             call = Call(session.owner, session.session_id, request_id, digest)
             self._remembered.remember(call, transcript, session_id=session.session_id)
 
-    def _refuse_without_place(self, session: Session, known: Transcript | None, forced: Forced | None) -> None:
+    def _refuse_without_place(
+        self, session: Session, params: GenerateParams, known: Transcript | None, forced: Forced | None
+    ) -> None:
         """Raise HistoryLimit or QuotaExceeded if the history cannot grow, before anything is done.
 
         The session's own limit is no error: it ends the Generate.
         """
+        if not params.max_tokens:
+            return
         if forced is None:
             is_at_limit = session.limit_tokens is not None and len(session.history) >= session.limit_tokens
             if not is_at_limit:

@@ -108,8 +108,7 @@ class Batching:
         if draft is None and request.last_ids is not None and _is_decoding(request):  # a fast path
             return self._decoded(request, request.last_ids)
         is_last = tokens == request.pending_tokens
-        is_scored = request.forced is not None
-        wanted = tokens if request.has_recorded_forced else int(is_last and is_scored)
+        wanted = tokens if request.has_recorded_forced else int(is_last and request.forced is not None)
         token_ids = request.session.pending_ids(tokens)
         # All but the last sampled token have K/V while a Generate decodes.
         is_decoded = is_last and tokens == 1 and request.generated > 0
@@ -122,7 +121,7 @@ class Batching:
             token_ids=token_ids,
             generated=generated,
             drafted=0 if draft is None else len(draft),
-            sampler=request.sampler if is_last and not is_scored else None,
+            sampler=request.sampler if is_last else None,
             needs_logprob=request.params.logprobs,
             wanted_logits=wanted,
             needs_taps=self._speculation.has_taps

@@ -169,6 +169,9 @@ class StepResults:
             self._endings.end(request, Failed(failure))
         elif failure is not None:
             raise failure
+        elif not request.params.max_tokens and not request.pending_tokens:
+            self._note_prefill(request, now)
+            self._endings.end(request, request.finished(StopReason.MAX_TOKENS, now))
 
     def _count_draft(self, request: Request, drafted: int, accepted: int) -> None:
         """accepted: the Generate may have been stopped, or have ended among them."""
@@ -210,15 +213,19 @@ class StepResults:
 
     def _report_first(self, request: Request, position: int, now: float) -> None:
         """The first token is about to be reported."""
-        request.prefill_seconds = now - request.started_at
-        self._metrics.prefill_seconds.observe(request.prefill_seconds)
-        if request.prefill_seconds > 0:
-            self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
+        self._note_prefill(request, now)
         self._metrics.first_token_seconds.observe(now - request.accepted_at)
         request.trace.enter("decode")
         kv = request.session.kv
         if dropped := kv.strategy.evicted(kv.context.geometry, position - 1):
             request.listener(Truncated(dropped))
+
+    def _note_prefill(self, request: Request, now: float) -> None:
+        """It is complete."""
+        request.prefill_seconds = now - request.started_at
+        self._metrics.prefill_seconds.observe(request.prefill_seconds)
+        if request.prefill_seconds > 0:
+            self._metrics.prefill_rate.observe(request.prefilled_tokens / request.prefill_seconds)
 
     def count_reported(self) -> None:
         """Count the tokens that were reported: now and then, but before an end is reported."""

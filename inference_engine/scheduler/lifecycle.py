@@ -219,6 +219,10 @@ class Beginnings:
             self._notifier.release()  # to wake, or to read a copy, may take a while
         if not self._snapshots.restore(session, is_alone=not running):
             return True
+        if not request.params.max_tokens and session.kv.length + 1 >= len(session.history):
+            request.cached_tokens = session.kv.length
+            self._endings.end(request, request.finished(StopReason.MAX_TOKENS, self._clock()))
+            return True
         needed = len(session.history) + request.params.max_tokens
         began = self._clock()
         try:
@@ -242,10 +246,12 @@ class Beginnings:
         request.trace.enter("prefill")
         request.prefill_tokens = request.pending_tokens
         request.cached_tokens = session.kv.length
-        if session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
+        if request.samples and session.limit_tokens is not None and len(session.history) >= session.limit_tokens:
             self._endings.end(request, request.finished(StopReason.TRUNCATED, self._clock()))
             return True
         self._metrics.prefill_tokens.observe(request.prefill_tokens)
+        if not request.samples:
+            return True
         sampling = request.params.sampling
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
         request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)

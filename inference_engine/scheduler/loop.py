@@ -612,7 +612,7 @@ class Scheduler:
         Draft tokens after them get memory only if some is free: no K/V is dropped for them.
         """
         session = request.session
-        if request.forced is None:
+        if request.samples:
             try:
                 self._store.refuse_without_place(session)
             except QuotaExceeded as error:

@@ -127,10 +127,17 @@ class Request:
     def pending_tokens(self) -> int:
         """Recorded tokens without K/V, or whose K/V must be computed again. While decoding, one: the last sampled.
 
-        The last forced token is left to the next Generate, like the last sampled one.
+        The last forced token is left to the next Generate, like the last sampled one, and the last one of a history
+        that is prefilled only.
         """
         kv = self.session.kv
-        return len(self.session.history) - kv.length + kv.pending_replay - self.has_recorded_forced
+        leaves_last = self.has_recorded_forced or not self.params.max_tokens
+        return len(self.session.history) - kv.length + kv.pending_replay - leaves_last
+
+    @property
+    def samples(self) -> bool:
+        """Does it draw tokens? Not to score given ones, nor to prefill."""
+        return self.forced is None and self.params.max_tokens > 0
 
     @property
     def is_prefilling(self) -> bool:

@@ -378,7 +378,7 @@ class TTFTPredictor:
 
     def ended(self, request: Request) -> None:
         """It gave its place back."""
-        if request.forced is None:
+        if request.samples:
             self._lengths.saw(request.session.owner, request.params.max_tokens, request.generated)
 
     def answered(self, request: Request, now: float) -> None:
@@ -461,7 +461,7 @@ class TTFTPredictor:
 
     def _loads(self, requests: Iterable[Request]) -> list[Load]:
         return [
-            _load(request, self._lengths.share(request.session.owner, request.params.max_tokens))
+            _load(request, self._lengths.share(request.session.owner, max(1, request.params.max_tokens)))
             for request in requests
         ]
 

@@ -183,6 +183,12 @@ def _refuse_uncarried(strategy: KVStrategy) -> None:
 def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
     if request.logprobs and not request.token_details:
         raise InvalidArgument("logprobs", "requires token_details, whose frames carry them; set both")
+    if request.prefill_only and request.max_tokens:
+        raise InvalidArgument("max_tokens", f"must be 0 with prefill_only, got {request.max_tokens}")
+    if request.prefill_only and request.HasField("constraint"):
+        raise InvalidArgument("constraint", "must be absent with prefill_only, which generates nothing")
+    if not request.prefill_only and not request.max_tokens:
+        raise InvalidArgument("max_tokens", "must be ≥ 1, got 0; prefill_only prefills and generates nothing")
     if request.HasField("heartbeat_seconds") and heartbeat_of(request) is None:
         least, most = _LEAST_HEARTBEAT_SECONDS, _MOST_HEARTBEAT_SECONDS
         given = request.heartbeat_seconds

@@ -31,6 +31,7 @@ OPTIONS = {
     "Session.fork": "ForkOptions",
     "Session.generate": "GenerateOptions",
     "Session.history": "HistoryOptions",
+    "Session.prefill": "PrefillOptions",
     "Session.rewind": "RewindOptions",
     "end_of_turn_ids": "ChatOptions",
     "tokens_for_chat": "ChatOptions",

@@ -144,6 +144,14 @@ class Player:
         seed = str(result.seed) if "seed" in options else None
         return {**_facts(result), "seed": seed, "session_history_length": session.history_length}
 
+    async def _prefill(self, step: Step, options: dict[str, Any]) -> Seen:
+        session, reports = self._sessions[step["session"]], list[tuple[int, int]]()
+        result = await self._do(
+            session.prefill, on_progress=lambda one: reports.append((one.done_tokens, one.total_tokens)), **options
+        )
+        last = list(reports[-1]) if reports else None
+        return {**_facts(result), "seed": None, "progress": last, "session_history_length": session.history_length}
+
     async def _leave(self, stream: Any, count: int) -> list[int]:
         is_async = hasattr(stream, "__aiter__")
         tokens, following = (aiter(stream), anext) if is_async else (iter(stream), next)

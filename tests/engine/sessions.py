@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from inference_engine.engine import Engine
-from inference_engine.types import Event, Failed, Finished, TokenCommitted
+from inference_engine.types import Event, Failed, Finished, Progress, TokenCommitted
 from tests.laws.variants import generate, text
 from tests.tiny_native import served_engine
 
@@ -25,18 +25,18 @@ class Clock:
 class Gate:
     """A listener that holds the engine's thread at a token, so that a test can act while a Generate runs.
 
-    at: which token, the first one being 1.
+    at: which token, the first one being 1. of: which chunk of its prefill instead, with Progress.
     """
 
-    def __init__(self, at: int = 1) -> None:
+    def __init__(self, at: int = 1, of: type[TokenCommitted | Progress] = TokenCommitted) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.reached = threading.Event()
         self.go_on = threading.Event()
-        self._left = at
+        self._left, self._of = at, of
 
     def __call__(self, event: Event) -> None:
         self.events.put(event)
-        if isinstance(event, TokenCommitted):
+        if isinstance(event, self._of):
             self._left -= 1
             if self._left == 0:
                 self.reached.set()

@@ -34,6 +34,7 @@ from tests.laws.variants import (
     each_strategy_with,
     engine_for,
     generate,
+    prefill,
     same,
     text,
     tokens,
@@ -68,6 +69,22 @@ def test_any_split_of_the_same_appends_gives_the_same_streams(strategy: KVStrate
             for start, stop in zip([0, *cuts], [*cuts, len(turn)], strict=True):
                 engine.append(split, turn[start:stop])
             assert same(generate(engine, whole, 6), generate(engine, split, 6), mode)
+
+
+@each_strategy_with(mode=MODES)
+def test_a_history_that_was_prefilled_first_gives_the_same_streams(strategy: KVStrategy, mode: Mode) -> None:
+    """Grouping, too: a prefill may come at any place between appends, and has nothing to do where nothing is new."""
+    with engine_for(mode) as engine:
+        plain, prefilled = opened(engine, strategy), opened(engine, strategy)
+        for turn, length in enumerate((LENGTH, 9)):
+            ids = text(length, seed=turn)
+            engine.append(plain, ids)
+            engine.append(prefilled, ids[: length // 2])
+            prefill(engine, prefilled)
+            engine.append(prefilled, ids[length // 2 :])
+            prefill(engine, prefilled)
+            assert prefill(engine, prefilled).prefilled_tokens == 0
+            assert same(generate(engine, prefilled, 6), generate(engine, plain, 6), mode)
 
 
 @each_strategy

@@ -19,7 +19,7 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
-from inference_engine.types import Event, GenerateParams, Mode, Sampling, TokenCommitted
+from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, TokenCommitted
 from tests.further import further, one_of_each
 from tests.tiny import LATENT_BYTES, PAGES, VOCABULARY, tiny_forward
 from tests.tiny_native import served_engine
@@ -222,6 +222,13 @@ def generate(
     """Run a Generate to its end; its tokens with their log-probabilities, which show differences that ids hide."""
     params = GenerateParams(max_tokens=count, sampling=sampling or Sampling(), logprobs=True)
     return tokens(drain(engine.generate(session_id, params)))
+
+
+def prefill(engine: Engine, session_id: str) -> Finished:
+    """Prefill the session's history, and generate nothing."""
+    done = drain(engine.generate(session_id, GenerateParams(max_tokens=0)))[-1]
+    assert isinstance(done, Finished)
+    return done
 
 
 def same(one: list[tuple[int, float | None]], other: list[tuple[int, float | None]], mode: Mode) -> bool:

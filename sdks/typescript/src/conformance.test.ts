@@ -11,12 +11,20 @@ import { afterAll, beforeAll, describe, expect, inject, test } from "vitest";
 
 import { PYTHON, ROOT } from "../testing/python.mjs";
 import { openServer, type ServerSettings } from "../testing/servers.js";
-import { Client, InvalidArgument, KakeyaError, type GenerateOptions, type Session, type Strategy } from "./index.js";
+import {
+  Client,
+  InvalidArgument,
+  KakeyaError,
+  type GenerateOptions,
+  type Progress,
+  type Session,
+  type Strategy,
+} from "./index.js";
 
 type Seen = Record<string, unknown>;
 
 interface Step {
-  readonly do: "append" | "close" | "create" | "fork" | "generate" | "info" | "rewind" | "server_info";
+  readonly do: "append" | "close" | "create" | "fork" | "generate" | "info" | "prefill" | "rewind" | "server_info";
   readonly session: string;
   readonly of?: string;
   readonly position?: number;
@@ -159,6 +167,8 @@ class Player {
       }
       case "generate":
         return await this.#generate(step, options);
+      case "prefill":
+        return await this.#prefill(step, options);
       case "info":
         return factsOf(await this.#session(step.session).info());
       case "close":
@@ -197,6 +207,16 @@ class Player {
     // A seed that the server drew is another each time.
     const seed = given.seed === undefined ? null : String(result.seed);
     return { ...factsOf(result), seed, session_history_length: session.historyLength };
+  }
+
+  async #prefill(step: Step, options: Seen): Promise<Seen> {
+    const session = this.#session(step.session);
+    let progress: number[] | null = null;
+    const onProgress = (one: Progress): void => {
+      progress = [one.doneTokens, one.totalTokens];
+    };
+    const result = await session.prefill({ ...options, onProgress });
+    return { ...factsOf(result), seed: null, progress, session_history_length: session.historyLength };
   }
 
   #session(name: string): Session {

@@ -68,6 +68,7 @@ export type {
   ForkOptions,
   GenerateOptions,
   HistoryOptions,
+  PrefillOptions,
   Pem,
   RewindOptions,
   SessionsOptions,

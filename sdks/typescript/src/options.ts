@@ -100,6 +100,14 @@ export interface HistoryOptions extends CallOptions {
   readonly pieceTokens?: number | undefined;
 }
 
+/** How a history is prefilled. */
+export interface PrefillOptions extends CallOptions {
+  /** Called meanwhile. */
+  readonly onProgress?: ((progress: Progress) => void) | undefined;
+  /** A history of any other length is left as it is. */
+  readonly expectedHistoryLength?: number | undefined;
+}
+
 /** How tokens are drawn, when to stop, and what to report. */
 export interface GenerateOptions extends CallOptions {
   /** The same seed at the same position draws the same token. Default: the server draws one; the result has it. */
@@ -175,6 +183,7 @@ const KNOWN = {
   rewind: { expectedHistoryLength: true, ...CALL } satisfies Names<RewindOptions>,
   sessions: { pageSize: true, ...CALL } satisfies Names<SessionsOptions>,
   history: { firstPosition: true, pieceTokens: true, ...CALL } satisfies Names<HistoryOptions>,
+  prefill: { onProgress: true, expectedHistoryLength: true, ...CALL } satisfies Names<PrefillOptions>,
   generate: {
     seed: true,
     temperature: true,

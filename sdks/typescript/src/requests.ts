@@ -29,6 +29,7 @@ import {
   type ForkOptions,
   type GenerateOptions,
   type HistoryOptions,
+  type PrefillOptions,
   type RewindOptions,
   type SessionsOptions,
 } from "./options.js";
@@ -94,6 +95,20 @@ export function generateRequest(
     requestId: newRequestId(),
     heartbeatSeconds: HEARTBEAT_SECONDS,
     ...(options.constraint === undefined ? {} : { constraint: constraintToWire(options.constraint) }),
+  });
+}
+
+/** The request for a Generate that prefills a history of `length` tokens, if the options name no other, and adds none. */
+export function prefillRequest(sessionId: string, options: PrefillOptions, length: number): GenerateRequest {
+  const { onProgress, expectedHistoryLength } = known(options, "prefill");
+  return create(GenerateRequestSchema, {
+    sessionId,
+    prefillOnly: true,
+    tokenDetails: true,
+    ...(onProgress === undefined ? {} : { progress: true }),
+    expectedHistoryLength: uint64Of(expectedHistoryLength ?? length, "expectedHistoryLength"),
+    requestId: newRequestId(),
+    heartbeatSeconds: HEARTBEAT_SECONDS,
   });
 }
 

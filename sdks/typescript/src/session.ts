@@ -10,7 +10,7 @@ import {
   StateError,
 } from "./errors.js";
 import type { Link } from "./link.js";
-import type { ReadHistoryRequest } from "./generated/kakeya/v1/runtime_pb.js";
+import type { GenerateRequest, ReadHistoryRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import {
   known,
   type AppendOptions,
@@ -18,9 +18,17 @@ import {
   type ForkOptions,
   type GenerateOptions,
   type HistoryOptions,
+  type PrefillOptions,
   type RewindOptions,
 } from "./options.js";
-import { closeRequest, forkRequest, generateRequest, historyRequest, rewindRequest } from "./requests.js";
+import {
+  closeRequest,
+  forkRequest,
+  generateRequest,
+  historyRequest,
+  prefillRequest,
+  rewindRequest,
+} from "./requests.js";
 import type { Patience } from "./retry.js";
 import type { Strategy } from "./strategies.js";
 import { Fold, GenerateStream } from "./stream.js";
@@ -29,6 +37,7 @@ import {
   historyPieceOf,
   sessionInfoOf,
   type Durability,
+  type GenerateResult,
   type HistoryPiece,
   type Mode,
   type SessionFacts,
@@ -175,7 +184,24 @@ export class Session implements AsyncDisposable {
   generate(maxTokens: number, options: GenerateOptions = {}): GenerateStream {
     this.#requireOpen();
     const request = generateRequest(this.id, maxTokens, options, this.#tail.length);
-    const fold = new Fold(options.logprobs === true, options.onProgress);
+    return this.#started(request, options, options.logprobs === true);
+  }
+
+  /**
+   * Compute the K/V of the history now, but for its last token, and generate nothing.
+   *
+   * The next `generate`, and forks made from now on, begin without that wait. The history stays as it is; the result's
+   * `prefilledTokens` and `cachedTokens` say what was computed and what was there. What a prefill has computed when its
+   * signal stops it is kept. Lengths are as for `generate`.
+   */
+  async prefill(options: PrefillOptions = {}): Promise<GenerateResult> {
+    this.#requireOpen();
+    const request = prefillRequest(this.id, options, this.#tail.length);
+    return this.#started(request, options, false).result();
+  }
+
+  #started(request: GenerateRequest, options: PrefillOptions, wantsLogprobs: boolean): GenerateStream {
+    const fold = new Fold(wantsLogprobs, options.onProgress);
     const patience = this.#link.generatePatience(options, this.#route);
     const mustMatch = options.expectedHistoryLength !== undefined;
     return GenerateStream.started(this.#link, request, patience, fold, this.#tail, mustMatch);

@@ -266,6 +266,28 @@ class AsyncSession(SessionBase):
             drafting=drafting,
             constraint=constraint,
         )
+        return self._started(request, on_progress, expected_history_length, timeout)
+
+    async def prefill(
+        self,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> GenerateResult:
+        """As `Session.prefill`. If the task is cancelled meanwhile, what is computed so far is kept."""
+        self._require_open()
+        known = self._tail.length if expected_history_length is None else expected_history_length
+        request = requests.prefill(self.id, on_progress=on_progress, expected_history_length=known)
+        return await self._started(request, on_progress, expected_history_length, timeout).result()
+
+    def _started(
+        self,
+        request: pb.GenerateRequest,
+        on_progress: Callable[[Progress], None] | None,
+        expected_history_length: int | None,
+        timeout: Timeout,
+    ) -> AsyncGenerateStream:
         fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)

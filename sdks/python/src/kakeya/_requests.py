@@ -114,8 +114,6 @@ def generate(
     for a heartbeat before the first token."""
     if logit_bias is not None and not isinstance(logit_bias, Mapping):
         raise invalid("logit_bias", f"must be a mapping from token ids to numbers, got {logit_bias!r}")
-    if on_progress is not None and not callable(on_progress):
-        raise invalid("on_progress", f"must be a function of a Progress, or None, got {on_progress!r}")
     if constraint is not None and not isinstance(constraint, Constraint):
         raise invalid("constraint", f"must be a constraint such as JsonSchema(…), or None, got {constraint!r}")
     bias = dict(logit_bias or {})
@@ -136,12 +134,25 @@ def generate(
         stop_token_ids=token_ids(stop_token_ids, "stop_token_ids"),
         logprobs=flag(logprobs, "logprobs") or None,
         token_details=True,
-        progress=None if on_progress is None else True,
+        progress=_wants(on_progress),
         expected_history_length=history_length(expected_history_length),
         drafting=None if flag(drafting, "drafting") else False,
         request_id=new_request_id(),
         heartbeat_seconds=HEARTBEAT_SECONDS,
         constraint=None if constraint is None else constraint._to_wire(),
+    )
+
+
+def prefill(session_id: str, *, on_progress: object, expected_history_length: int | None) -> pb.GenerateRequest:
+    """The request for a Generate that prefills the history and adds nothing to it."""
+    return pb.GenerateRequest(
+        session_id=session_id,
+        prefill_only=True,
+        token_details=True,
+        progress=_wants(on_progress),
+        expected_history_length=history_length(expected_history_length),
+        request_id=new_request_id(),
+        heartbeat_seconds=HEARTBEAT_SECONDS,
     )
 
 
@@ -157,6 +168,13 @@ def read_history(session_id: str, first_position: int, piece_tokens: int) -> pb.
         first_position=whole_number(first_position, "first_position", below=_UINT64),
         max_tokens=whole_number(piece_tokens, "piece_tokens", at_least=1, below=MAX_PIECE_TOKENS + 1),
     )
+
+
+def _wants(on_progress: object) -> bool | None:
+    """Are reports of progress asked for? None: no."""
+    if on_progress is not None and not callable(on_progress):
+        raise invalid("on_progress", f"must be a function of a Progress, or None, got {on_progress!r}")
+    return None if on_progress is None else True
 
 
 def session_id(value: str) -> str:

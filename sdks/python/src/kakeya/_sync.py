@@ -286,6 +286,33 @@ class Session(SessionBase):
             drafting=drafting,
             constraint=constraint,
         )
+        return self._started(request, on_progress, expected_history_length, timeout)
+
+    def prefill(
+        self,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        expected_history_length: int | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> GenerateResult:
+        """Compute the K/V of the history now, but for its last token, and generate nothing.
+
+        The next `generate`, and forks made from now on, begin without that wait. The history stays as it is; the
+        result's `prefilled_tokens` and `cached_tokens` say what was computed and what was there. `on_progress` is
+        called meanwhile. What a prefill has computed when it ends early is kept. Lengths are as for `generate`.
+        """
+        self._require_open()
+        known = self._tail.length if expected_history_length is None else expected_history_length
+        request = requests.prefill(self.id, on_progress=on_progress, expected_history_length=known)
+        return self._started(request, on_progress, expected_history_length, timeout).result()
+
+    def _started(
+        self,
+        request: pb.GenerateRequest,
+        on_progress: Callable[[Progress], None] | None,
+        expected_history_length: int | None,
+        timeout: Timeout,
+    ) -> GenerateStream:
         fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)

@@ -336,9 +336,10 @@ class GenerateRequest(_message.Message):
     RESUME_FROM_FIELD_NUMBER: _builtins.int
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
+    PREFILL_ONLY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
-    """At least 1, at most the server's max_tokens_limit."""
+    """At least 1, at most the server's max_tokens_limit; 0 with prefill_only, and only with it."""
     seed: _builtins.int
     """Randomness is a function of (seed, absolute position) alone. Absent: drawn by the server and returned in done."""
     temperature: _builtins.float
@@ -380,6 +381,11 @@ class GenerateRequest(_message.Message):
     session is busy or waits for memory, and in a long prefill. Before `accepted` its counts are 0. From 0.1 to 3600.
     Absent: none.
     """
+    prefill_only: _builtins.bool
+    """Generate nothing: compute the K/V of the whole history but its last token, which the next Generate computes, and end
+    with STOP_REASON_MAX_TOKENS. The history stays as it is. Frames, deadline, cancelling and request_id are as for any
+    Generate; how tokens would be drawn plays no part.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end this Generate, beside the session's eos_token_ids. At most 64."""
@@ -414,10 +420,11 @@ class GenerateRequest(_message.Message):
         resume_from: _builtins.int | None = ...,
         heartbeat_seconds: _builtins.float | None = ...,
         constraint: Global___Constraint | None = ...,
+        prefill_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
