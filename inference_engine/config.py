@@ -116,6 +116,7 @@ class EngineConfig:
     # lasts two days.
     history_tokens_per_session: int = 2**24
     history_tokens_per_owner: int = 2**26  # in all sessions of one owner; what forks share counts once
+    share_prefixes: str = "off"  # what sessions of one owner begin with is prefilled once ("owner"), or of forks alone
     share_forks: bool = True  # forks read common KV entries from the session that holds them, where possible
     # Targets for the size of prefill chunks beside decoding sessions; 0: one segment each.
     first_token_target_seconds: float = 0.0
@@ -192,6 +193,8 @@ class EngineConfig:
         )
         if self.overlap not in ("auto", "on", "off"):
             raise ConfigError(f"overlap must be auto, on or off, got {self.overlap!r}")
+        if self.share_prefixes not in ("owner", "off"):
+            raise ConfigError(f"share_prefixes must be owner or off, got {self.share_prefixes!r}")
         if self.growth not in ("auto", "best_effort", "guaranteed"):
             raise ConfigError(f"growth must be auto, best_effort or guaranteed, got {self.growth!r}")
         if self.durability not in ("auto", "none", "process", "power"):

@@ -168,6 +168,10 @@ class EngineMetrics:
             "Sessions that released their memory, by cause: idle for too long, to make room, closed by the client.",
             reason=EVICTION_REASONS,
         )
+        self.shared_prefix_tokens = self._counter(
+            "shared_prefix_tokens_total",
+            "Tokens whose K/V a session took from another one of its owner, not prefilled.",
+        )
         self.dropped = self._counter(
             "session_dropped_total", "Times a session's K/V was dropped to make room; its token ids are kept."
         )

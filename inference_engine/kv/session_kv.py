@@ -300,6 +300,16 @@ class SessionKV:
             part.forget(at, length)
 
     @property
+    def keeps_every_entry(self) -> bool:
+        """Do entries stay where they are, unchanged, as long as the session has them?"""
+        return self._plan.keeps_every_entry
+
+    @property
+    def can_be_copied(self) -> bool:
+        """Is it as it is between Generates, or no different while one runs?"""
+        return not (self.takes_room and self._is_active)
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of entries that lie in other sessions' memory and are read there.
 

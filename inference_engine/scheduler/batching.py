@@ -158,6 +158,8 @@ class Batching:
             most = min(self._most_tokens(request, beside), self._tokens_beside(request, beside))
         if request.has_recorded_forced:
             most = min(most, segment)  # the logits of all its tokens are wanted, and they are large
+        if request.pauses_at > (position := request.session.kv.next_position):
+            most = min(most, request.pauses_at - position)
         tokens = min(pending, self._room(request), most)
         is_sized = _is_timed(request) and most < self._config.step_tokens
         if tokens < pending and (is_sized or self._targets.inter_token_seconds):

@@ -26,6 +26,7 @@ from inference_engine.kernels.sampling import Sampler
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.scheduler.sharing import Sharing
 from inference_engine.scheduler.speculation import Speculation
 from inference_engine.scheduler.stream_notify import StreamNotifier
 from inference_engine.session.session import Session
@@ -51,11 +52,13 @@ class Endings:
         self,
         store: SessionStore,
         metrics: EngineMetrics,
+        sharing: Sharing,
         speculation: Speculation,
         leave: Callable[[Request], None],
         snapshots: Snapshots,
     ) -> None:
         self._store = store
+        self._sharing = sharing
         self._snapshots = snapshots
         self._metrics = metrics
         self._speculation = speculation
@@ -74,6 +77,7 @@ class Endings:
                 request.session.kv.discard_staged()  # of a step that was launched ahead
                 request.session.kv.check()
                 self._make_idle(request.session)
+                self._sharing.enter(request.session)
         except InvariantViolated as violation:
             event = Failed(self._mark_failed(request.session, violation))
         finally:
@@ -192,6 +196,7 @@ class Beginnings:
 
     def __init__(
         self,
+        sharing: Sharing,
         metrics: EngineMetrics,
         clock: Callable[[], float],
         endings: Endings,
@@ -202,6 +207,7 @@ class Beginnings:
         snapshots: Snapshots,
         constraints: Constraints,
     ) -> None:
+        self._sharing = sharing
         self._snapshots = snapshots
         self._constraints = constraints
         self._metrics = metrics
@@ -212,12 +218,15 @@ class Beginnings:
         self._vocab_size = vocab_size
 
     def begin(self, request: Request, running: Iterable[Request]) -> bool:
-        """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, and if there is no memory
-        to wake its session now, but some of `running` will give memory back: then this returns False."""
+        """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, or while another session
+        prefills what it begins with. Also if there is no memory to wake its session now, but some of `running` will
+        give memory back: then this returns False."""
         session, running = request.session, list(running)
         if session.kv.takes_room or session.kv.is_dropped:
             self._notifier.release()  # to wake, or to read a copy, may take a while
         if not self._snapshots.restore(session, is_alone=not running):
+            return True
+        if not self._sharing.begin(request, running):
             return True
         if not request.params.max_tokens and session.kv.length + 1 >= len(session.history):
             request.cached_tokens = session.kv.length
@@ -238,6 +247,7 @@ class Beginnings:
             return True
         request.move(RequestState.RUNNING)
         self._enter(request)
+        self._sharing.enter(session)
         request.started_at = request.token_at = self._clock()
         if session.kv.takes_room:
             self._metrics.wake_seconds.observe(request.started_at - began)

@@ -37,6 +37,7 @@ from inference_engine.scheduler.commit import StepResults
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
 from inference_engine.scheduler.policy import admit, may_join, places
 from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.scheduler.sharing import Sharing
 from inference_engine.scheduler.speculation import Drafting, Speculation, draft_forced, most_draft_tokens
 from inference_engine.scheduler.step_time import EndPace, StepTimer
 from inference_engine.scheduler.stream_notify import StreamNotifier
@@ -110,8 +111,10 @@ class Scheduler:
         self._keeps = journal.keeps
         self.notifier = StreamNotifier(journal.on_saved, journal.request_sync) if journal.keeps else StreamNotifier()
         self.snapshots = open_snapshots(self.wake)
-        self._endings = Endings(store, metrics, self._speculation, self._leave, self.snapshots)
+        self._sharing = Sharing(store, metrics)
+        self._endings = Endings(store, metrics, self._sharing, self._speculation, self._leave, self.snapshots)
         self._beginnings = Beginnings(
+            self._sharing,
             metrics,
             clock,
             self._endings,
@@ -296,6 +299,7 @@ class Scheduler:
                     self._last_step = None
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
+            waiting = [request for request in waiting if not self._sharing.is_held_back(request)]
             if tasks:
                 self.notifier.release()  # they may take a while
             self.beat_at = now = self._clock()

@@ -106,6 +106,9 @@ class Request:
     accepted_tokens: int = 0
     is_degraded: bool = False  # the drafter failed and is not used again
     last_ids: TokenIds | None = None  # [1], the last token that it generated
+    behind: Request | None = None  # waits for it to prefill what both begin with, up to the position `behind_until`
+    behind_until: float = 0
+    pauses_at: int = 0  # a chunk of its prefill ends there, because others wait for the entries before it
     secured_length: float = 0  # up to this length its history has places, and its entries memory, for one token more
     refused_behind: int | None = None  # tokens granted when memory for draft tokens after them was last refused
     trace: GenerateTrace = OFF
@@ -116,7 +119,7 @@ class Request:
         self.state = state
         if state is RequestState.ENDED:
             # They hold memory, and the request may be remembered.
-            self.sampler = self.matching = self.grammar = None
+            self.sampler = self.matching = self.grammar = self.behind = None
 
     def ask_to_stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         """The first stop wins."""

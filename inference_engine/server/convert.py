@@ -447,6 +447,7 @@ def server_info_to_wire(
         drafter=info.drafter,
         default_limit_tokens=info.default_limit_tokens,
         growth_guaranteed=info.growth_is_guaranteed,
+        shares_prefixes=info.config.share_prefixes == "owner",
         backend=info.facts.backend,
         numerics=info.facts.numerics,
         history_tokens_per_session=info.config.history_tokens_per_session,

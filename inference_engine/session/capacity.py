@@ -48,6 +48,7 @@ class SessionLimits:
     kept_sessions_per_owner: int = 0
     kept_tokens_per_owner: int = 0
     share_forks: bool = True
+    share_prefixes: str = "off"
 
     @staticmethod
     def of(config: EngineConfig) -> SessionLimits:
@@ -61,6 +62,7 @@ class SessionLimits:
             kept_sessions_per_owner=config.kept_sessions_per_owner,
             kept_tokens_per_owner=config.kept_tokens_per_owner,
             share_forks=config.share_forks,
+            share_prefixes=config.share_prefixes,
         )
 
 
@@ -146,6 +148,24 @@ class Admission:
         """Memory for a session whose K/V was dropped. Raises as `admit`, and the session stays as it is."""
         kv, tokens = session.kv, len(session.history) + 1
         self._make_room(sessions, kv.bound_at(tokens), session.owner, lambda: kv.reserve(tokens), lambda: kv.demands)
+
+    def lend(self, lender: SessionKV, session: Session, at: int) -> bool:
+        """Let a session without entries of its own go on behind the first `at` of `lender`. False, and nothing changed,
+        if they cannot be read in place."""
+        prefixes = lender.share(at) if self._limits.share_forks else ()
+        kv, tokens = session.kv, len(session.history) + 1
+        if not prefixes or prefixes[0].end <= kv.base:
+            return False
+        kv.drop()
+        try:
+            session.kv = SessionKV(
+                kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=tokens if kv.grows else None
+            )
+        except NoCapacity:
+            kv.reserve(tokens)  # it has just given as much back
+            return False
+        kv.release()  # the prefix that it had
+        return True
 
     def grow(self, sessions: Collection[Session], session: Session, tokens: int) -> None:
         """Memory for a history of `tokens`. Raises as `admit`, and the session stays as it is."""

@@ -78,6 +78,9 @@ class Session:
     waiters: list[Callable[[], None]] = field(default_factory=list)
     readers: set[Unread] = field(default_factory=set)  # of tokens of its Generates
     uses: int = 0  # how often an operation held it, or its K/V was dropped
+    family: object | None = None  # that it has in common with its forks, and those with theirs
+    digests: list[bytes] = field(default_factory=list)  # of the segments of its history: see `Prefixes`
+    entered_digests: int = 0  # so many of them are in its index
     pins: int = 0  # while positive, the entries stay in place, even if the session is closed meanwhile
     is_closed: bool = False
     failure_reason: str = ""

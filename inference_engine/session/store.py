@@ -38,6 +38,7 @@ from inference_engine.session.capacity import RETRY_SECONDS, Admission, SessionL
 from inference_engine.session.histories import Histories
 from inference_engine.session.history import History, Holdings
 from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
+from inference_engine.session.prefixes import Prefixes
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Holder, Session, Violations
 from inference_engine.types import Bound, Mode
@@ -84,6 +85,7 @@ class SessionStore:
         )
         self._lock = threading.RLock()
         self.replies = ReplyBook(clock)  # for retries of calls
+        self.prefixes = Prefixes(self._lock, of_all=limits.share_prefixes == "owner")
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         self._violations: OrderedDict[str, Violations] = OrderedDict()  # of failed sessions that may come back
@@ -150,6 +152,7 @@ class SessionStore:
             except BaseException:
                 kv.release()
                 raise
+            parent.family = session.family = parent.family or object()
             parent.pins += 1
             session.pins += 1
             self._add(session)
@@ -176,6 +179,7 @@ class SessionStore:
                 if not is_its_own:
                     kv.release()
                 raise
+            new.family = session.family
             new.pins += 1
             if is_its_own:
                 new.take_memory(session, ended)
@@ -260,6 +264,7 @@ class SessionStore:
                 _put_last(self._violations, session.session_id, session.violations)
                 self._leave(session)
             else:
+                self.prefixes.forget(session)
                 session.end_history()
                 session.journal.close(session.session_id)
             self._metrics.sessions_total.labels(outcome="failed").inc()
@@ -381,6 +386,20 @@ class SessionStore:
         with self._lock:
             if not self.histories.room(session, 1):
                 self.histories.check(session, 1)
+
+    def pin(self, session: Session) -> bool:
+        """Until `unpin` its entries stay, even if it is closed. False: they are gone already."""
+        with self._lock:
+            has_entries = not (session.is_closed or session.failure_reason or session.kv.is_dropped)
+            session.pins += has_entries
+            return has_entries
+
+    def continue_behind(self, session: Session, lender: Session, at: int) -> bool:
+        """Engine's thread: have a session without entries of its own read the first `at` of another's in place, and
+        keep memory for what follows alone. False, and nothing changed, if it has to copy them.
+        """
+        with self._lock:
+            return not session.is_closed and not session.pins and self._admission.lend(lender.kv, session, at)
 
     def unpin(self, *sessions: Session) -> None:
         """Release the pins that `fork` set."""
@@ -619,6 +638,7 @@ class SessionStore:
     def _leave(self, session: Session) -> None:
         """The session leaves memory. The journal keeps it, with its replies."""
         session.is_closed = True
+        self.prefixes.forget(session)
         _put_last(self._used, session.session_id, session.used_at if session.operation is None else self._clock())
         del self._sessions[session.session_id]
         self.replies.session_left(session.session_id)
@@ -629,6 +649,7 @@ class SessionStore:
     def _remove(self, session: Session, outcome: str = "") -> None:
         """outcome: as it is counted; "": it is not, for there was no such session."""
         session.is_closed = True
+        self.prefixes.forget(session)
         del self._sessions[session.session_id]
         self.replies.session_ended(session.session_id, session.owner)
         self._release_if_over(session)

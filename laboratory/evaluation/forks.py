@@ -2,10 +2,13 @@
 
     shared     forks that read the shared prefix where the first session holds it
     copied     forks with KV entries of their own, copied
+    early      forks of a session that was not prefilled before they were made
+    alike      new sessions of the same history, where `share_prefixes` is "owner"
     anew       new sessions of the same history, prefilled: what a runtime without forks does
 
-Each of them is given a few ids of its own and generates; all generate at once. Every round does all three, in turns, so
-that what the machine does meanwhile happens to all; a ratio is of one round. The first session was prefilled before.
+Each of them is given a few ids of its own and generates; all generate at once. Every round does all of them, in turns,
+so that what the machine does meanwhile happens to all; a ratio is of one round. The first session was prefilled before,
+but for `early` and `alike`: there one of them prefills the history, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ from laboratory.evaluation.timing import start, step_seconds
 
 logger = logging.getLogger(__name__)
 
-SHARED, COPIED, ANEW = "shared", "copied", "anew"
-_METHODS = [SHARED, COPIED, ANEW]
+SHARED, COPIED, EARLY, ALIKE, ANEW = "shared", "copied", "early", "alike", "anew"
+_METHODS = [SHARED, COPIED, EARLY, ALIKE, ANEW]
+_NEW = (ALIKE, ANEW)  # are no forks
 _QUICK = {"lengths": [256], "forks": 4, "rounds": 1}
 
 
@@ -42,12 +46,14 @@ class Branches:
     """What came of several sessions with a common history.
 
     made_seconds: until all of them could be called. first_token_seconds: until all had their first token, the making
-    included. token_seconds: of a step that gives each its next token. reserved_bytes, held_bytes: of all of them
+    included. next_seconds: the same of one more such session, alone, after the others. token_seconds: of a step that
+    gives each its next token. reserved_bytes, held_bytes: of all of them
     together, without the first session. token_ids: of each.
     """
 
     made_seconds: float
     first_token_seconds: float
+    next_seconds: float
     token_seconds: float
     reserved_bytes: int
     held_bytes: int
@@ -112,11 +118,16 @@ def measure(
     """By method, one for each round: `forks` sessions that go on from the first `length` ids of `text`."""
     limit = length + 1 + appended + 1 + tokens
     given = [circular(text, length + number * appended, appended) for number in range(forks)]
-    config = _config(target, limit, sessions=forks + 1)
+    config = _config(target, limit, sessions=forks + 3)
     found: dict[str, list[Branches]] = {method: [] for method in _METHODS}
     copying = replace(config, share_forks=False)
-    with _parent(target, config, text[:length], limit) as one, _parent(target, copying, text[:length], limit) as other:
-        parents = {SHARED: one, COPIED: other, ANEW: one}
+    alike = replace(config, share_prefixes="owner")
+    with (
+        _parent(target, config, text[:length], limit) as one,
+        _parent(target, copying, text[:length], limit) as other,
+        Engine(target.forward, alike) as third,
+    ):
+        parents = {SHARED: one, COPIED: other, EARLY: one, ALIKE: replace(one, engine=third), ANEW: one}
         for method, parent in parents.items():
             _branch(parent, method, given[:1], limit, tokens)  # kernels and memory get ready
         for number in range(rounds):
@@ -149,38 +160,58 @@ def _branch(parent: _Parent, method: str, given: Sequence[Sequence[int]], limit:
     engine = parent.engine
     reserved = engine.info().kv_reserved_bytes
     sessions: list[str] = []
+    early = ""
+
+    def make() -> str:
+        if method in _NEW:
+            made = engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id
+        else:
+            made = engine.fork_session(early or parent.session).session_id
+        sessions.append(made)
+        return made
+
+    def give(session: str, own: Sequence[int]) -> None:
+        append_all(engine, session, [*parent.history, *own] if method in _NEW else own)
+
     began = time.perf_counter()
     try:
+        if method == EARLY:
+            early = engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id
+            append_all(engine, early, parent.history)
         for _ in given:
-            if method == ANEW:
-                sessions.append(engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id)
-            else:
-                sessions.append(engine.fork_session(parent.session).session_id)
+            make()
         made = time.perf_counter()
         for session, own in zip(sessions, given, strict=True):
-            append_all(engine, session, [*parent.history, *own] if method == ANEW else own)
+            give(session, own)
         firsts = start(engine, sessions, tokens=1)
         for watch in firsts:
             watch.wait()
         rest = start(engine, sessions, tokens=tokens)
         for watch in rest:
             watch.wait()
+        reserved_bytes = engine.info().kv_reserved_bytes - reserved
+        held_bytes = sum(engine.session_info(session).kv_live_bytes for session in sessions)
+        then = time.perf_counter()
+        give(make(), given[0])
+        (following,) = start(engine, sessions[-1:], tokens=1)
+        following.wait()
         return Branches(
             made_seconds=made - began,
             first_token_seconds=max(watch.token_times[0] for watch in firsts) - began,
+            next_seconds=following.token_times[0] - then,
             token_seconds=step_seconds([watch.token_times for watch in rest]),
-            reserved_bytes=engine.info().kv_reserved_bytes - reserved,
-            held_bytes=sum(engine.session_info(session).kv_live_bytes for session in sessions),
+            reserved_bytes=reserved_bytes,
+            held_bytes=held_bytes,
             token_ids=tuple((*first.token_ids, *more.token_ids) for first, more in zip(firsts, rest, strict=True)),
         )
     finally:
-        for session in sessions:
+        for session in (*sessions, *((early,) if early else ())):
             engine.close_session(session)
 
 
 # -- reporting --------------------------------------------------------------------------------------------------------
 
-_REPORTED = (("made_seconds", "s"), ("first_token_seconds", "s"), ("token_seconds", "s"))
+_REPORTED = (("made_seconds", "s"), ("first_token_seconds", "s"), ("next_seconds", "s"), ("token_seconds", "s"))
 
 
 def _values(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> dict[str, dict[str, Any]]:
@@ -195,7 +226,7 @@ def _values(found: Mapping[int, Mapping[str, Sequence[Branches]]]) -> dict[str, 
             reported[f"held_bytes, {method}, at {length}"] = record.exact(rounds[0].held_bytes, "bytes")
             if method == ANEW:
                 continue
-            for name in ("first_token_seconds", "token_seconds"):
+            for name in ("first_token_seconds", "next_seconds", "token_seconds"):
                 ratios = [getattr(one, name) / getattr(base, name) for one, base in _pairs(rounds, by_method[ANEW])]
                 reported[f"{name} ÷ {ANEW}, {method}, at {length}"] = record.summarize(ratios, "ratio")
             bytes_ratio = rounds[0].reserved_bytes / by_method[ANEW][0].reserved_bytes

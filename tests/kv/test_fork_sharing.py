@@ -138,8 +138,8 @@ def test_neither_a_session_with_forks_nor_a_fork_drops_shared_entries() -> None:
         parent = parent_of(engine)
         fork = engine.fork_session(parent)
         twins = [rebuild_session(engine, *journal.read(parent)).session_id for _ in range(2)]
-        for session_id, twin in zip((parent, fork.session_id), twins, strict=True):
-            assert same(grown(engine, session_id, 1), grown(engine, twin, 1), Mode.BATCHED)
+        for session_id, twin, seed in zip((parent, fork.session_id), twins, (1, 3), strict=True):
+            assert same(grown(engine, session_id, seed), grown(engine, twin, seed), Mode.BATCHED)
             session = session_of(engine, session_id)
             session.forget_entries()
             assert session.cached_tokens == 104

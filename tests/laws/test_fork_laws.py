@@ -29,6 +29,7 @@ from tests.laws.variants import (
     meet_first,
     same,
     text,
+    tokens,
 )
 
 # TinyModel has a layer with a window of its own, and then every strategy copies; without it some share.
@@ -98,6 +99,37 @@ def test_a_fork_goes_on_as_a_session_built_from_scratch_and_its_parent_as_if_nev
         engine.append(fork.session_id, text(30, seed=6))
         engine.append(alone, text(30, seed=6))
         assert same(generate(engine, fork.session_id, 6), generate(engine, alone, 6), mode)
+
+
+@each_case_with("mode", MODES)
+def test_sessions_that_begin_alike_go_on_as_if_each_had_computed_all_of_it(
+    strategy: KVStrategy, windowed: bool, mode: Mode
+) -> None:
+    """Asked together, and in turn: forks of a history without entries, the session they were made from, and another."""
+    journal = MemoryJournal()
+    with (
+        engine_for(mode, windowed=windowed, journal=journal, share_prefixes="owner", step_tokens=48) as engine,
+        engine_for(mode, windowed=windowed, step_tokens=48) as alone,
+    ):
+        parent = engine.create_session(strategy=strategy).session_id
+        engine.append(parent, text(99))
+        one, other = (engine.fork_session(parent).session_id for _ in range(2))
+        another = engine.create_session(strategy=strategy).session_id
+        engine.append(another, text(70))
+        engine.append(another, text(99)[70:])
+        for number, session in enumerate((other, another)):
+            engine.append(session, text(9 + number, seed=5 + number))
+        params = GenerateParams(max_tokens=6, logprobs=True)
+        for turn in range(2):
+            sessions = [one, parent, other, another]
+            twins = [from_scratch(alone, journal, session) for session in sessions]
+            running = [engine.generate(session, params) for session in sessions]
+            for twin, generation in zip(twins, running, strict=True):
+                assert same(tokens(drain(generation)), generate(alone, twin, 6), mode)
+            engine.close_session(one)  # others may read its entries
+            one = engine.create_session(strategy=strategy).session_id
+            for session in (one, other, another):
+                engine.append(session, text(99 if session == one else 20, seed=turn))
 
 
 @each_case

@@ -106,6 +106,7 @@ class Counts:
     replayed: int = 0
     cancelled: int = 0
     evicted: int = 0
+    alike: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, error: Exception) -> None:
@@ -133,7 +134,7 @@ class Population:
     @staticmethod
     def engine(journal: MemoryJournal) -> Engine:
         """An engine in which the standing pool is all there may be: one more session evicts its owner's oldest."""
-        return scripted_engine(journal=journal, **limits(SCRIPTED))
+        return scripted_engine(journal=journal, share_prefixes="owner", **limits(SCRIPTED))
 
     def fill(self, rng: np.random.Generator) -> None:
         for number in range(self._world.owners * self._world.sessions):
@@ -150,6 +151,7 @@ class Population:
             (self._mistake, 0.05),
             (self._disturb, 0.05),
             (self._close, 0.02),
+            (self._begin_alike, 0.04),
             (self._crowd, 0.02),
         )
         chances = np.array([chance for _, chance in moves])
@@ -253,6 +255,23 @@ class Population:
         self._refused(lambda: self._engine.session_info(member.session_id, owner=member.owner), SessionNotFound)
         self.members[self.members.index(member)] = self._open(member.owner, rng)
 
+    def _begin_alike(self, rng: np.random.Generator, member: Member) -> None:
+        """A session that begins as another of its owner does takes the place of a third."""
+        self._finish(member)
+        siblings = [other for other in self.members if other.owner == member.owner and other is not member]
+        gone = siblings[int(rng.integers(len(siblings)))]
+        self._finish(gone)
+        self._engine.close_session(gone.session_id, owner=gone.owner)
+        alike = self._open(member.owner, rng, member)
+        self.members[self.members.index(gone)] = alike
+        common = member.history[: int(rng.integers(len(member.history) + 1))]
+        cut = int(rng.integers(len(common) + 1))
+        for ids in (common[:cut], [*common[cut:], *self._ids(rng, 1)]):
+            self._engine.append(alike.session_id, ids, owner=alike.owner)
+            alike.history += ids
+        self._generate(rng, alike)
+        self.counts.alike += 1
+
     def _crowd(self, rng: np.random.Generator, member: Member) -> None:
         """One session more than there is room for: an idle one of the same owner goes, and no other."""
         siblings = [other for other in self.members if other.owner == member.owner]
@@ -340,9 +359,12 @@ class Population:
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _open(self, owner: str, rng: np.random.Generator) -> Member:
+    def _open(self, owner: str, rng: np.random.Generator, like: Member | None = None) -> Member:
+        """like: with the strategy of this one."""
         choice = self._world.replayed if rng.random() < self._world.replayed_share else self._world.known
         strategy = choice[int(rng.integers(len(choice)))]
+        if like is not None:
+            strategy, choice = like.strategy, self._world.replayed if like.solo is None else self._world.known
         opened = self._engine.create_session(strategy=strategy, limit_tokens=LIMIT_TOKENS, owner=owner)
         return Member(
             owner=owner,

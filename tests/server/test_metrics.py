@@ -177,6 +177,16 @@ async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
         seen.look(engine)
 
 
+async def sessions_that_begin_alike(seen: Seen) -> None:
+    with tiny_engine(share_prefixes="owner") as engine:
+        seen.begin(engine)
+        for _ in range(2):
+            session = engine.create_session().session_id
+            engine.append(session, list(range(40)))
+            assert list(engine.generate(session, GenerateParams(max_tokens=1)))
+        seen.look(engine)
+
+
 async def no_room(seen: Seen) -> None:
     """Idle sessions are evicted for others, or dropped to their tokens."""
     tight: tuple[dict[str, Any], ...] = ({"max_sessions": 1}, {"kv_bytes": 600_000, "growth": "guaranteed"})
@@ -345,6 +355,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_queue_that_is_full,
         drafting,
         a_fork_that_outlives_its_parent,
+        sessions_that_begin_alike,
         no_room,
         a_poisoned_history,
         a_broken_invariant,

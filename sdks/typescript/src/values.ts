@@ -222,6 +222,8 @@ export interface ServerInfo {
   readonly durability: Durability;
   /** End a turn of the model: of sessions that name no others. */
   readonly eosTokenIds: readonly number[];
+  /** What your sessions begin with is prefilled once; false: of forks alone. */
+  readonly sharesPrefixes: boolean;
 }
 
 /** @internal */
@@ -414,5 +416,6 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     numerics: reply.numerics,
     durability: durabilityOf(reply.durability),
     eosTokenIds: reply.eosTokenIds,
+    sharesPrefixes: reply.sharesPrefixes,
   };
 }

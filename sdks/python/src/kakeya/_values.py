@@ -194,6 +194,7 @@ class ServerInfo:
     numerics: str = ""  # the numeric identity: within one, equal histories have equal logits
     durability: Durability = Durability.NONE  # of sessions that are made now
     eos_token_ids: tuple[int, ...] = ()  # end a turn of the model: of sessions that name no others
+    shares_prefixes: bool = False  # what your sessions begin with is prefilled once; False: of forks alone
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -278,4 +279,5 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         numerics=reply.numerics,
         durability=DURABILITIES.get(reply.durability, Durability.UNKNOWN),
         eos_token_ids=tuple(reply.eos_token_ids),
+        shares_prefixes=reply.shares_prefixes,
     )

@@ -1436,6 +1436,7 @@ class GetServerInfoResponse(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     DURABILITY_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SHARES_PREFIXES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -1480,6 +1481,10 @@ class GetServerInfoResponse(_message.Message):
     numerics: _builtins.str
     durability: Global___Durability.ValueType
     """What the histories of sessions survive."""
+    shares_prefixes: _builtins.bool
+    """What sessions of one owner begin with is prefilled once, and counts as cached in the Generates of the others. Forks
+    of one session do so always.
+    """
     @_builtins.property
     def strategies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the strategies that CreateSession accepts."""
@@ -1523,10 +1528,11 @@ class GetServerInfoResponse(_message.Message):
         numerics: _builtins.str = ...,
         durability: Global___Durability.ValueType = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        shares_prefixes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "shares_prefixes", b"shares_prefixes", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015

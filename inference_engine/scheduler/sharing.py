@@ -1,0 +1,117 @@
+"""Prefix sharing: what several sessions of an owner begin with is prefilled once.
+
+    asked for     A and B and C, which begin with the same tokens, of which no entries are there
+    A begins      B and C stay in the queue while A prefills what they have in common
+    A is there    B and C begin behind those entries: forks read them in place where forks can, all others copy them
+    A ends early  the first of B and C prefills the rest
+
+It is decided when a session without entries of its own begins a Generate. Entries are a cache of the history: a session
+that finds none, or cannot take those it found, computes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from inference_engine.logs import about_session
+from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.request import Request, RequestState
+from inference_engine.session.prefixes import are_kin
+from inference_engine.session.session import Session
+from inference_engine.session.store import SessionStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PrefixFound:
+    """The session with the most entries of a prefix, and the request that prefills more of it, if there are any."""
+
+    lender: Session | None = None
+    held: int = 0
+    ahead: Request | None = None
+    coming: int = 0
+
+
+class Sharing:
+    """Engine's thread."""
+
+    def __init__(self, store: SessionStore, metrics: EngineMetrics) -> None:
+        self._store = store
+        self._metrics = metrics
+
+    @staticmethod
+    def is_held_back(request: Request) -> bool:
+        """Does another one still prefill what it begins with?"""
+        ahead = request.behind
+        if ahead is None:
+            return False
+        if ahead.state is RequestState.RUNNING and ahead.session.kv.length < request.behind_until:
+            return not ahead.session.is_closed
+        request.behind = None
+        return False
+
+    def enter(self, session: Session) -> None:
+        """What is recorded of its history has entries, or will have them soon."""
+        self._store.prefixes.enter(session)
+
+    def begin(self, request: Request, running: Iterable[Request]) -> bool:
+        """Let a session without entries take those that others have of what it begins with. False: it waits for one of
+        `running` that prefills them.
+        """
+        session, kv = request.session, request.session.kv
+        least = kv.base + kv.context.geometry.segment_tokens
+        most = len(session.history) - 1  # the logits of the last token are wanted
+        if kv.is_dropped or kv.length > kv.base or most < least:
+            return True
+        found = self._find(session, most, {one.session: one for one in running if one.is_prefilling})
+        if found.ahead is not None and found.coming >= least and found.coming > found.held:
+            self._wait(request, found.ahead, found.coming)
+            return False
+        if found.lender is not None and found.held >= least:
+            self._take(session, found.lender, found.held)
+        return True
+
+    def _find(self, session: Session, most: int, prefilling: dict[Session, Request]) -> PrefixFound:
+        found = PrefixFound()
+        with self._store.locked():
+            for other, common in self._store.prefixes.alike(session):
+                at, theirs = min(common, most), other.kv
+                # Of one whose entries are about to be copied, none is there.
+                if at <= found.held or theirs.is_dropped or theirs.coming or other.failure_reason:
+                    continue
+                held = theirs.kept(at) if theirs.can_be_copied else 0
+                if held > found.held:
+                    found.lender, found.held = other, held
+                ahead = prefilling.get(other)
+                # One that is active reads as it does until it ends.
+                is_in_time = ahead is not None and not (theirs.takes_room and ahead.params.max_tokens)
+                if is_in_time and theirs.length < at > found.coming:
+                    found.ahead, found.coming = ahead, at
+        return found
+
+    @staticmethod
+    def _wait(request: Request, ahead: Request, until: int) -> None:
+        request.behind, request.behind_until = ahead, until
+        kv = ahead.session.kv
+        if kv.takes_room:
+            request.behind_until = math.inf
+        elif not kv.keeps_every_entry and not kv.length < ahead.pauses_at < until:
+            ahead.pauses_at = until  # behind it, entries that are wanted may have left
+
+    def _take(self, session: Session, lender: Session, at: int) -> None:
+        if not self._store.pin(lender):
+            return
+        try:
+            if not (are_kin(session, lender) and self._store.continue_behind(session, lender, at)):
+                session.kv.copy_from(lender.kv, at)
+            session.refresh_facts()
+            self._metrics.shared_prefix_tokens.inc(session.kv.length)
+        except Exception:
+            logger.exception("a prefix could not be taken over", extra=about_session(session.session_id))
+            session.forget_entries()
+        finally:
+            self._store.unpin(lender)
