@@ -29,7 +29,7 @@ import types
 import typing
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,7 @@ class Verdicts:
         path = self._path(name)
         draft = path.with_suffix(f".{uuid4().hex}")
         try:
-            text = json.dumps({"key": _with(self._key, more), "verdict": asdict(verdict)}, allow_nan=False)
+            text = json.dumps({"key": _with(self._key, more), "verdict": _encoded(verdict)}, allow_nan=False)
             path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -208,12 +208,26 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is not a number")
 
 
+def _given(kind: Any) -> list[str]:
+    """The fields of a dataclass that its caller gives; others are worked out of them."""
+    return [field.name for field in fields(kind) if field.init]
+
+
+def _encoded(value: Any) -> Any:
+    """The inverse of `_decoded`."""
+    if is_dataclass(value):
+        return {name: _encoded(getattr(value, name)) for name in _given(value)}
+    if isinstance(value, Mapping):
+        return {name: _encoded(each) for name, each in value.items()}
+    return [_encoded(each) for each in value] if isinstance(value, tuple) else value
+
+
 def _decoded(kind: Any, value: Any) -> Any:
     """`value` as `kind`: a dataclass, a tuple, a mapping of texts, a union or a plain type. Raises ValueError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
         hints = typing.get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
+        names = _given(kind)
         if not isinstance(value, dict) or set(value) != set(names):
             raise ValueError(f"not the fields of {kind}")
         return typing.cast("Any", kind)(**{name: _decoded(hints[name], value[name]) for name in names})

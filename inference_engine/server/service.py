@@ -414,7 +414,9 @@ class RuntimeService:
             return self._engine.compile_constraint(self._params(request, owner), owner=owner)
 
         # Others may wait for the same one: that this call is left ends it for none of them.
-        await asyncio.shield(asyncio.wrap_future(await self._on_session(request.session_id, compile_it)))
+        compiled = asyncio.wrap_future(await self._on_session(request.session_id, compile_it))
+        compiled.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where the client has left
+        await asyncio.shield(compiled)
 
     async def _when_free(self, session_id: str, attempt: Callable[[], Awaitable[T]]) -> T:
         try:

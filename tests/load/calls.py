@@ -308,6 +308,8 @@ class Calls(RuleBasedStateMachine):
                 request.max_tokens += 1
             case pb.CloseSessionRequest():
                 request.expected_history_length = 2**40
+            case pb.RewindSessionRequest():
+                request.at_position += 1
         outcome = self._caller.ask(request)
         assert outcome.reason in (*GONE, "REQUEST_ID_REUSED")
 

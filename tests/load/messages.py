@@ -14,12 +14,12 @@ from tests.load.servicer import REQUESTS
 MUTATED_SHARE = 0.3
 # How many of a hundred messages are for each method: most for those that do most.
 WEIGHTS = {
-    "Generate": 41,
+    "Generate": 38,
     "AppendTokens": 29,
     "CreateSession": 8,
     "GetSessionInfo": 6,
     "ForkSession": 5,
-    "RewindSession": 2,
+    "RewindSession": 5,
     "CloseSession": 3,
     "GetServerInfo": 2,
     "ListSessions": 1,
@@ -83,7 +83,7 @@ class Messages:
     def _fill(self, message: Message, share: float, depth: int = 0) -> None:
         for field in message.DESCRIPTOR.fields:
             # What every call needs is mostly there; other fields come now and then, so that calls also get through.
-            chance = 0.97 if field.name in ("session_id", "max_tokens", "token_ids") else share
+            chance = 0.97 if field.name in ("session_id", "max_tokens", "token_ids", "at_position") else share
             if self._rng.random() < chance:
                 self._set(message, field, share, depth)
 
@@ -98,9 +98,10 @@ class Messages:
                     entries[self._token()] = float(self._edge(value.cpp_type))
         elif field.message_type is not None:
             if depth < 3:
-                inner = getattr(message, field.name)
-                inner.SetInParent()
-                self._fill(inner, share, depth + 1)
+                held = getattr(message, field.name)
+                for inner in [held.add() for _ in range(self._rng.randrange(4))] if field.is_repeated else [held]:
+                    inner.SetInParent()
+                    self._fill(inner, share, depth + 1)
         elif field.is_repeated:
             count = self._rng.randrange(IDS_AT_MOST)
             getattr(message, field.name).extend([self._token() for _ in range(count)])
@@ -114,6 +115,8 @@ class Messages:
             return self._request_id()
         if field.name == "max_tokens" and self._rng.random() < 0.9:
             return self._rng.randint(1, 4)
+        if field.name == "at_position" and self._rng.random() < 0.5:
+            return self._rng.randrange(8)
         if field.type == FieldDescriptor.TYPE_STRING:
             return self._rng.choice(_TEXTS + _STRATEGIES if field.name == "name" else _TEXTS)
         if field.type == FieldDescriptor.TYPE_BYTES:
