@@ -37,7 +37,7 @@ def write_keys(path: str, **keys: str) -> None:
 def request(method: str, session_id: str, **fields: Any) -> Any:
     """A message of the method's that is right in itself."""
     known = METHODS[method].fields_by_name
-    least = {"max_tokens": 4, "token_ids": [1], **fields}
+    least = {"max_tokens": 4, "token_ids": [1], "at_position": 1, **fields}
     given = {name: value for name, value in least.items() if name in known}
     return getattr(pb, METHODS[method].name)(session_id=session_id, **given)
 

@@ -9,7 +9,7 @@ import pytest
 
 from inference_engine.errors import InvalidArgument, RequestIdReused
 from inference_engine.session.replies import KEEP_SECONDS, MOST_ENDED_PER_OWNER, Call, Replies, identify
-from inference_engine.types import GenerateParams, Sampling
+from inference_engine.types import Constraint, ConstraintKind, GenerateParams, Sampling
 
 
 class Clock:
@@ -72,7 +72,7 @@ def test_contents_that_differ_in_anything_have_different_digests() -> None:
     changed: dict[str, Any] = dict(
         zip(
             [field.name for field in dataclasses.fields(params)],
-            (4, Sampling(seed=7), (1,), True, 5, False),
+            (4, Sampling(seed=7), (1,), True, 5, False, Constraint(kind=ConstraintKind.REGEX, source="a")),
             strict=True,
         )
     )
