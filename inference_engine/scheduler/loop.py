@@ -173,7 +173,7 @@ class Scheduler:
             ahead = self._places_ahead(request.session.owner)
             self._foresee(request, is_alone=not ahead, refuse_late=refuse_late)
             # Sent before the loop can see the request, so that it is the first event.
-            request.listener(Accepted(ahead, request.pending_tokens))
+            request.listener(Accepted(ahead, request.prefill_tokens))
             self._queued.append(request)
             self._changes += 1
             self._wake.notify_all()
@@ -204,7 +204,7 @@ class Scheduler:
     def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
         """Predict its wait. Raises Overloaded if that is too long because of other owners, but never for an owner's
         only Generate."""
-        request.prefill_tokens = request.pending_tokens
+        request.prefill_tokens = request.foreseen_tokens
         if not self._config.max_first_token_seconds:
             return
         request.predicted = self._ttft.predict(request, self._running, self._queued, changes=self._changes)

@@ -134,8 +134,17 @@ class Request:
         that is prefilled only.
         """
         kv = self.session.kv
-        leaves_last = self.has_recorded_forced or not self.params.max_tokens
-        return len(self.session.history) - kv.length + kv.pending_replay - leaves_last
+        return len(self.session.history) - kv.length + kv.pending_replay - self._leaves_last
+
+    @property
+    def foreseen_tokens(self) -> int:
+        """`pending_tokens` as the engine's thread will find it: one that goes back has its later entries until then."""
+        kv, length = self.session.kv, len(self.session.history)
+        return self.pending_tokens if kv.length < length else kv.pending(length) - self._leaves_last
+
+    @property
+    def _leaves_last(self) -> bool:
+        return self.has_recorded_forced or not self.params.max_tokens
 
     @property
     def samples(self) -> bool:

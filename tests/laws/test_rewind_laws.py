@@ -17,7 +17,7 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
-from inference_engine.types import Finished, GenerateParams, Mode
+from inference_engine.types import Accepted, Finished, GenerateParams, Mode
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.facade import drop_entries, is_anything_held, on_the_engines_thread, save_copies, standing_still
 from tests.kept import keeping
@@ -179,15 +179,19 @@ def test_a_position_behind_the_end_is_refused_and_nothing_is_changed() -> None:
         assert [each.session_id for each in engine.list_sessions()] == [session]
 
 
-def test_what_is_held_is_said_also_before_the_rest_is_dropped() -> None:
+def test_what_is_held_and_what_is_to_prefill_are_said_also_before_the_rest_is_dropped() -> None:
     with engine_for(Mode.BATCHED, windowed=False) as engine:
         session = with_turns(engine, Full())
         held = engine.session_info(session).kv_live_bytes
         with standing_still(engine):
-            session = engine.rewind_session(session, 20).session_id
-            assert engine.session_info(session).kv_live_bytes == held > 0
+            rewound = engine.rewind_session(session, 20)
+            assert engine.session_info(rewound.session_id).kv_live_bytes == held > 0
+            events = engine.generate(rewound.session_id, GenerateParams(max_tokens=1))
+            accepted = next(iter(events))
+            assert isinstance(accepted, Accepted) and accepted.prefill_tokens == rewound.prefill_tokens == 1
         on_the_engines_thread(engine)
-        assert 0 < engine.session_info(session).kv_live_bytes < held
+        assert 0 < engine.session_info(rewound.session_id).kv_live_bytes < held
+        assert isinstance(drain(events)[-1], Finished)
 
 
 def test_after_a_rewind_to_the_beginning_nothing_of_the_session_is_left_in_memory() -> None:
