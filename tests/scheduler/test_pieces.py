@@ -160,15 +160,16 @@ def test_a_cancel_in_prefill_takes_effect_within_a_chunk_of_half_a_second(token_
         session = opened(engine, Full(), 3000)
         forward.stop_at = forward.now + 8.0
         with standing_still(engine):
+            began = forward.now
             generation = engine.generate(session, GenerateParams(max_tokens=4))
             forward.stop = generation.cancel
         events = list(generation)
-        ended = forward.now
         for other in others:
             other.cancel()
     assert isinstance(events[-1], Finished) and events[-1].stop_reason is StopReason.CANCELLED
     assert events[-1].generated_tokens == 0
-    assert ended - forward.stop_at <= 1.05 * CHUNK_SECONDS
+    # Others go on until this thread reads the clock: how long it took is in its own end.
+    assert 0 <= began + events[-1].total_seconds - forward.stop_at <= 1.05 * CHUNK_SECONDS
 
 
 def test_a_prefill_that_keeps_the_device_busy_is_not_cut() -> None:
