@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from datetime import datetime, time
+from functools import cache, partial
 from typing import Any
 
 Schema = dict[str, Any]
@@ -55,9 +57,25 @@ def begins_validly(text: str, schema: Schema) -> bool:
 
 
 def value_is_valid(value: object, schema: Schema) -> bool:
+    from jsonschema import Draft202012Validator
+
+    return bool(Draft202012Validator(schema, format_checker=_checker()).is_valid(value))
+
+
+@cache
+def _checker() -> Any:
+    """Of today's formats. jsonschema's own checker of all has an older draft's `time`, and none of `date-time`."""
     from jsonschema import Draft202012Validator, FormatChecker
 
-    return bool(Draft202012Validator(schema, format_checker=FormatChecker()).is_valid(value))
+    checker = FormatChecker(Draft202012Validator.FORMAT_CHECKER.checkers)
+
+    def has_offset(value: object, read: Callable[[str], datetime | time]) -> bool:
+        # RFC 3339 has leap seconds, which Python does not read.
+        return not isinstance(value, str) or read(value.replace(":60", ":59")).tzinfo is not None
+
+    checker.checks("time", raises=ValueError)(partial(has_offset, read=time.fromisoformat))
+    checker.checks("date-time", raises=ValueError)(partial(has_offset, read=datetime.fromisoformat))
+    return checker
 
 
 def _object(rng: random.Random, depth: int, shared: Schema) -> Schema:
