@@ -167,10 +167,6 @@ class Geometry:
         """The stored layers whose entries these layers of the model read."""
         return frozenset(read for read in (self.reads[number] for number in numbers) if read is not None)
 
-    def kept_by(self, layer: int) -> int:
-        """The number of the model's layer that makes the entries of a stored layer: the first that reads them."""
-        return self.reads.index(layer)
-
     def in_long_segments(self) -> Geometry:
         """The same with segments as long as `segments_at_once` of them."""
         if self.segments_at_once == 1:

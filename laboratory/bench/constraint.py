@@ -36,7 +36,7 @@ FREE, HELD = "free", "constrained"
 PARTS = ("gain", "cost", "valid")
 # Inside it nearly every token may follow, and none must.
 LONG_STRING = {"type": "string", "minLength": 4000}
-FIXED_KEYS = {
+FIXED_KEYS: dict[str, Any] = {
     "type": "object",
     "properties": {
         f"the {word} measurement of the temperature in degrees Celsius": {
@@ -48,7 +48,7 @@ FIXED_KEYS = {
     },
     "additionalProperties": False,
 }
-FIXED_KEYS["required"] = list(FIXED_KEYS["properties"])  # type: ignore[call-overload]
+FIXED_KEYS["required"] = list(FIXED_KEYS["properties"])
 
 
 @dataclass(slots=True)
