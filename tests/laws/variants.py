@@ -231,17 +231,20 @@ def prefill(engine: Engine, session_id: str) -> Finished:
     return done
 
 
-def same(one: list[tuple[int, float | None]], other: list[tuple[int, float | None]], mode: Mode) -> bool:
+# Log-probabilities of order 5 in float32, summed in different orders.
+ROUNDING = 1e-3
+
+
+def same(
+    one: list[tuple[int, float | None]], other: list[tuple[int, float | None]], mode: Mode, *, within: float = ROUNDING
+) -> bool:
     """Equal to the bit in fixed-shape mode; equal ids and log-probabilities up to rounding in batched mode."""
     if mode is Mode.FIXED_SHAPE:
         return one == other
     ids = [token for token, _ in one] == [token for token, _ in other]
     ours, theirs = ([logprob or 0.0 for _, logprob in run] for run in (one, other))
-    return ids and bool(np.allclose(ours, theirs, atol=ROUNDING))
+    return ids and bool(np.allclose(ours, theirs, atol=within))
 
-
-# Log-probabilities of order 5 in float32, summed in different orders.
-ROUNDING = 1e-3
 
 EngineFactory = Callable[..., Engine]
 

@@ -25,6 +25,10 @@ from tests.mlx.test_loading import DENSE, MIXED, config_of, logits_of, published
 from tests.tiny_folder import tiny_tokenizer
 
 BYTES = 120
+HOLDS = make_strategy("restored", sink=2, window=16, source="latent", bytes_per_token=BYTES)
+CHOOSES = make_strategy(
+    "restored", sink=2, window=16, source="latent", bytes_per_token=BYTES, mode="select", budget=52, rank=5, run=1
+)
 
 
 def on_torch(config: ModelConfig, facts_of: Forward) -> TorchForward:
@@ -53,14 +57,16 @@ def test_calibrations_of_a_model_in_the_layout_of_mlx_serve_both_executors(tmp_p
     assert main(["train", "latent", *words, *latent, "--tokens", "2048"]) == 0
     assert main(["train", "components", *words, "--tokens", "2048"]) == 0
 
-    strategy = make_strategy(
-        "restored", sink=2, window=16, source="latent", bytes_per_token=BYTES, mode="select", budget=96, rank=5, run=1
-    )
     said, forward = [], open_backend(model)
     for own_forward in (forward, on_torch(model, forward)):
         settings = EngineConfig(kv_bytes=2**23, segment_tokens=16, page_tokens=4)
         with Engine(own_forward, settings, latent=find_latent(model), components=find_components(model)) as engine:
-            session = engine.create_session(strategy=strategy).session_id
-            engine.append(session, text(100))
-            said.append(generate(engine, session))
-    assert same(said[0], said[1], Mode.BATCHED)
+            sessions = [engine.create_session(strategy=strategy).session_id for strategy in (HOLDS, CHOOSES)]
+            for session in sessions:
+                engine.append(session, text(100))
+            said.append([generate(engine, session) for session in sessions])
+    (held, chosen), (other_held, other_chosen) = said
+    assert same(held, other_held, Mode.BATCHED)
+    # Of two tokens whose scores are equal but for rounding, the executors may choose another one.
+    assert same(chosen, other_chosen, Mode.BATCHED, within=1e-2)
+    assert not same(chosen, held, Mode.BATCHED, within=1e-2)
