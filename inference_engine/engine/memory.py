@@ -19,9 +19,8 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
 from inference_engine.kv.memory.tier import open_tier
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES
-from inference_engine.kv.session_kv import bound_of, grows_with_history, whole_segments
 from inference_engine.kv.strategies.full import Full
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, bound_of, grows_with_history, whole_segments
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.hibernation import Hibernation, HibernationLimits
 from inference_engine.session.journal import CopyBook

@@ -26,14 +26,24 @@ from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.context import DraftMemory, KVContext
-from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
-from inference_engine.kv.strategy import KVStrategy, Placement
+from inference_engine.kv.strategy import (
+    KVStrategy,
+    Placement,
+    bound_of,
+    draft_bytes,
+    grows_with_history,
+    no_address_space,
+    no_capacity,
+    placed,
+    placement_demands,
+    whole_segments,
+)
 from inference_engine.types import Bound, Footprint
 
 _NO_BYTES = Bound(sustained_bytes=0, peak_bytes=0)
@@ -81,7 +91,7 @@ class SessionKV:
         self._replayed: int | None = None  # while entries are recomputed: up to which position
         self._is_active = False
         self._tier_bytes = 0  # reserved in the second tier
-        self._plan = _placement(strategy, context, limit_tokens, self.base)
+        self._plan = placed(strategy, context, limit_tokens, self.base)
         self._is_selective = self._plan.is_selective
         # Where a step ends at the latest: without, and with generated tokens.
         segment = context.geometry.segment_tokens
@@ -189,11 +199,11 @@ class SessionKV:
     @property
     def _granted_kv_bytes(self) -> int:
         """Bytes granted, without those of the drafter, which are reserved separately."""
-        return self._granted.sustained_bytes - _draft_bytes(self.context)
+        return self._granted.sustained_bytes - draft_bytes(self.context)
 
     def _note_grants(self) -> None:
         """Divide the grant among the allocations, which may outlive the session."""
-        plan = _placement(self.strategy, self.context, self.granted_tokens, self.base)
+        plan = placed(self.strategy, self.context, self.granted_tokens, self.base)
         geometry = self.context.geometry
         for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
             need = LayerEntries.need(geometry, layers, layout)
@@ -232,7 +242,7 @@ class SessionKV:
     @property
     def demands(self) -> tuple[Demand, ...]:
         """What `reserve` takes of the pool, in this order."""
-        return _demands(self.context, self._plan)
+        return placement_demands(self.context, self._plan)
 
     @property
     def freeable(self) -> Bound:
@@ -666,77 +676,3 @@ class SessionKV:
         for part in self.parts:
             part.report(held, self.length, end)
         return held
-
-
-def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:
-    """Can memory be granted as the history grows? Without a limit, windows bound it from the start."""
-    return limit_tokens is not None and strategy.length_limit(context.geometry) is not None
-
-
-def whole_segments(tokens: int, geometry: Geometry, limit_tokens: int) -> int:
-    """`tokens` rounded up to segments, and to slots that are opened together; at most `limit_tokens`."""
-    unit = math.lcm(geometry.segment_tokens, geometry.opening_tokens)
-    return min(limit_tokens, -(-tokens // unit) * unit)
-
-
-def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
-    """The error for memory that is not free now, or, without a time to retry, that there is not in all."""
-    capacity = context.pool.capacity_bytes
-    if needed.peak_bytes > capacity:
-        return NoCapacity(
-            f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; a "
-            "session with a smaller limit_tokens or another strategy needs less",
-            needed_bytes=needed.peak_bytes,
-            capacity_bytes=capacity,
-        )
-    return NoCapacity(
-        f"the session needs {needed.peak_bytes} bytes of K/V; the server has {capacity}, too few of them free now. "
-        "Close sessions, or ask for a smaller limit_tokens or another strategy",
-        retry_after_seconds=1.0,
-        needed_bytes=needed.peak_bytes,
-        capacity_bytes=capacity,
-    )
-
-
-def no_address_space(nbytes: int) -> NoCapacity:
-    """The error where enough bytes are free, and no runs that are long enough. nbytes: of the longest history."""
-    return NoCapacity(
-        f"memory is free, but no address space is left for a session of up to {nbytes} bytes of K/V: "
-        "each of its layers needs one stretch of it. Close sessions, or ask for a smaller limit_tokens",
-        retry_after_seconds=1.0,
-        needed_bytes=nbytes,
-    )
-
-
-def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
-    """Bytes that a session may hold: its entries by its strategy, and the drafter's memory of it.
-
-    base: positions at its start that lie in a shared prefix.
-    """
-    entries = _placement(strategy, context, limit_tokens, base).bound(strategy.geometry(context.geometry))
-    draft = _draft_bytes(context)
-    return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
-
-
-def demands_of(
-    strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0
-) -> tuple[Demand, ...]:
-    """The runs of the pool that a session takes, in this order. Also one that grows takes all of them at once."""
-    context = context.of(strategy.geometry(context.geometry))
-    return _demands(context, _placement(strategy, context, limit_tokens, base))
-
-
-def _demands(context: KVContext, plan: Placement) -> tuple[Demand, ...]:
-    return plan.need(context.geometry).demands + context.draft_memories.demands(context.geometry)
-
-
-def _draft_bytes(context: KVContext) -> int:
-    return allocation_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
-
-
-def _placement(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:
-    plan = strategy.placement(context.geometry, limit_tokens)
-    if not base:
-        return plan
-    assert limit_tokens is not None, "a strategy that keeps every entry has a limit"
-    return plan.behind(base, context.geometry, limit_tokens)

@@ -6,15 +6,18 @@ code asks which strategy it has. A new one is a file in `strategies/` and its li
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from inference_engine.errors import InvalidArgument
+from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.archives.restorer import KeptLayers, NoRestorer, Restorer
 from inference_engine.kv.geometry import IMMOVABLE, Geometry
 from inference_engine.kv.layout import LayerRule, LayerSet, Layout, alike
+from inference_engine.kv.memory.allocation import allocation_bytes
+from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.part import Need
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.types import Bound
@@ -317,3 +320,80 @@ def require(condition: bool, field: str, message: str, **limits: int) -> None:
     """Raise InvalidArgument for `field` unless `condition` holds."""
     if not condition:
         raise InvalidArgument(field, message, **limits)
+
+
+# -- what a session needs of memory, before it is there ---------------------------------------------------------------
+
+
+def grows_with_history(strategy: KVStrategy, context: KVContext, limit_tokens: int | None) -> bool:
+    """Can memory be granted as the history grows? Without a limit, windows bound it from the start."""
+    return limit_tokens is not None and strategy.length_limit(context.geometry) is not None
+
+
+def whole_segments(tokens: int, geometry: Geometry, limit_tokens: int) -> int:
+    """`tokens` rounded up to segments, and to slots that are opened together; at most `limit_tokens`."""
+    unit = math.lcm(geometry.segment_tokens, geometry.opening_tokens)
+    return min(limit_tokens, -(-tokens // unit) * unit)
+
+
+def no_capacity(context: KVContext, needed: Bound) -> NoCapacity:
+    """The error for memory that is not free now, or, without a time to retry, that there is not in all."""
+    capacity = context.pool.capacity_bytes
+    if needed.peak_bytes > capacity:
+        return NoCapacity(
+            f"the session needs {needed.peak_bytes} bytes of K/V and the server has {capacity} in all; a "
+            "session with a smaller limit_tokens or another strategy needs less",
+            needed_bytes=needed.peak_bytes,
+            capacity_bytes=capacity,
+        )
+    return NoCapacity(
+        f"the session needs {needed.peak_bytes} bytes of K/V; the server has {capacity}, too few of them free now. "
+        "Close sessions, or ask for a smaller limit_tokens or another strategy",
+        retry_after_seconds=1.0,
+        needed_bytes=needed.peak_bytes,
+        capacity_bytes=capacity,
+    )
+
+
+def no_address_space(nbytes: int) -> NoCapacity:
+    """The error where enough bytes are free, and no runs that are long enough. nbytes: of the longest history."""
+    return NoCapacity(
+        f"memory is free, but no address space is left for a session of up to {nbytes} bytes of K/V: "
+        "each of its layers needs one stretch of it. Close sessions, or ask for a smaller limit_tokens",
+        retry_after_seconds=1.0,
+        needed_bytes=nbytes,
+    )
+
+
+def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
+    """Bytes that a session may hold: its entries by its strategy, and the drafter's memory of it.
+
+    base: positions at its start that lie in a shared prefix.
+    """
+    entries = placed(strategy, context, limit_tokens, base).bound(strategy.geometry(context.geometry))
+    draft = draft_bytes(context)
+    return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
+
+
+def demands_of(
+    strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0
+) -> tuple[Demand, ...]:
+    """The runs of the pool that a session takes, in this order. Also one that grows takes all of them at once."""
+    context = context.of(strategy.geometry(context.geometry))
+    return placement_demands(context, placed(strategy, context, limit_tokens, base))
+
+
+def placement_demands(context: KVContext, plan: Placement) -> tuple[Demand, ...]:
+    return plan.need(context.geometry).demands + context.draft_memories.demands(context.geometry)
+
+
+def draft_bytes(context: KVContext) -> int:
+    return allocation_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
+
+
+def placed(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:
+    plan = strategy.placement(context.geometry, limit_tokens)
+    if not base:
+        return plan
+    assert limit_tokens is not None, "a strategy that keeps every entry has a limit"
+    return plan.behind(base, context.geometry, limit_tokens)

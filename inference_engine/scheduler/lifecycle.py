@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -216,6 +216,24 @@ class Beginnings:
         self._notifier = notifier
         self._enter = enter
         self._vocab_size = vocab_size
+
+    def that_may_begin(self, waiting: Iterable[Request]) -> list[Request]:
+        """Those of them that wait for nothing but a place."""
+        return [request for request in waiting if not self._sharing.is_held_back(request)]
+
+    def begin_all(self, requests: Sequence[Request], running: Collection[Request]) -> None:
+        """Let those of `requests` begin that can now; there is a place for each. running: changes with each that does.
+
+        One that waits for memory to wake is not overtaken by others that need memory, too.
+        """
+        is_waited_for = False
+        for request in requests:
+            if is_waited_for and request.session.kv.takes_room:
+                continue
+            try:
+                is_waited_for |= not self.begin(request, running)
+            except Exception as error:  # noqa: BLE001 - ends that request alone
+                self._endings.fail_all([request], error)
 
     def begin(self, request: Request, running: Iterable[Request]) -> bool:
         """Let it run, or end it. It keeps waiting while a copy of its session's K/V is read, or while another session

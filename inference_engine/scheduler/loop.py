@@ -299,7 +299,7 @@ class Scheduler:
                     self._last_step = None
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
-            waiting = [request for request in waiting if not self._sharing.is_held_back(request)]
+            waiting = self._beginnings.that_may_begin(waiting)
             if tasks:
                 self.notifier.release()  # they may take a while
             self.beat_at = now = self._clock()
@@ -313,7 +313,9 @@ class Scheduler:
                     is_clean, self._tidied_at = self._keep_house(), now
                 self._end_stopped()
                 if waiting:
-                    self._begin_waiting([request for request in waiting if request.state is RequestState.QUEUED])
+                    waiting = [request for request in waiting if request.state is RequestState.QUEUED]
+                    chosen = [waiting[index] for index in self._admitted(waiting)]
+                    self._beginnings.begin_all(chosen, self._running)
                 self._step()
             except Exception as error:
                 # A bug outside any request: nothing in flight can be trusted to continue.
@@ -348,18 +350,6 @@ class Scheduler:
         owners = [request.session.owner for request in waiting]
         most, most_per_owner = self._config.max_running, self._config.max_running_per_owner
         return admit(owners, _by_owner(self._running), most=most, most_per_owner=most_per_owner)
-
-    def _begin_waiting(self, waiting: Sequence[Request]) -> None:
-        is_waited_for = False
-        for index in self._admitted(waiting):
-            request = waiting[index]
-            if is_waited_for and request.session.kv.takes_room:
-                continue
-            try:
-                # A request that waits for memory to wake is not overtaken by others that need memory too.
-                is_waited_for |= not self._beginnings.begin(request, self._running)
-            except Exception as error:
-                self._endings.fail_all([request], error)
 
     def _step(self) -> None:
         """One step, or, where steps are launched ahead: launch the next one, then settle the one before it."""

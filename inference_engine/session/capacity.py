@@ -19,8 +19,9 @@ from inference_engine.kv.context import KVContext
 from inference_engine.kv.memory.allocation import allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.parts.shared_prefix import SharedPrefix
-from inference_engine.kv.session_kv import (
-    SessionKV,
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategy import (
+    KVStrategy,
     bound_of,
     demands_of,
     grows_with_history,
@@ -28,7 +29,6 @@ from inference_engine.kv.session_kv import (
     no_capacity,
     whole_segments,
 )
-from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.session import Session
 from inference_engine.types import Bound
 
