@@ -14,6 +14,8 @@ from types import MappingProxyType
 from inference_engine.errors import InvalidArgument, InvalidConstraint
 
 MAX_STOP_TOKEN_IDS = 64
+MAX_STOP_SEQUENCES = 64
+MAX_STOP_SEQUENCE_IDS = 1024  # of all sequences together
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**64 - 1
 MAX_CONSTRAINT_BYTES = 2**18
@@ -167,7 +169,7 @@ class Constraint:
 class GenerateParams:
     """The parameters of one Generate. The engine checks ids against the vocabulary.
 
-    max_tokens: 0 to prefill, and generate nothing.
+    max_tokens: 0 to prefill, and generate nothing. stop_sequences: end it when its last tokens are one of them.
     """
 
     max_tokens: int
@@ -177,6 +179,7 @@ class GenerateParams:
     expected_history_length: int | None = None
     drafting: bool = True  # may a drafter be used? It changes the speed, never a token
     constraint: Constraint | None = None
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 0, "max_tokens", f"must be ≥ 0, got {self.max_tokens}")
@@ -184,6 +187,18 @@ class GenerateParams:
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
             f"at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}",
+        )
+        _require(
+            len(self.stop_sequences) <= MAX_STOP_SEQUENCES,
+            "stop_sequences",
+            f"at most {MAX_STOP_SEQUENCES}, got {len(self.stop_sequences)}",
+        )
+        _require(all(self.stop_sequences), "stop_sequences", "one of them is empty; each needs an id at least")
+        ids = sum(map(len, self.stop_sequences))
+        _require(
+            ids <= MAX_STOP_SEQUENCE_IDS,
+            "stop_sequences",
+            f"at most {MAX_STOP_SEQUENCE_IDS} ids in all of them together, got {ids}",
         )
 
 
@@ -240,6 +255,7 @@ class Finished:
     is_degraded: bool = False  # the drafter failed; the tokens are not affected
     is_replayed: bool = False  # the call attached to an existing Generate
     fits_constraint: bool | None = None  # do the tokens fit the constraint as they are? None: there is none
+    stop_sequence: int | None = None  # which of the stop sequences ended it
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ class Arguments:
                 "max_tokens", f"at most {self._config.max_generate_tokens} on this server, got {params.max_tokens}"
             )
         self.check_ids("stop_token_ids", params.stop_token_ids)
+        self.check_ids("stop_sequences", list(itertools.chain(*params.stop_sequences)))
         self.check_ids("logit_bias", list(params.sampling.logit_bias))
         if params.constraint is not None:
             self.check_ids("constraint.choice", list(itertools.chain(*params.constraint.choices)))

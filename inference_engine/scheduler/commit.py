@@ -94,12 +94,16 @@ class StepResults:
             if is_stopped or not taken:
                 request.secured_length = 0  # it is looked at again before its next step
                 return tokens - block.drafted - 1, ()
+            if request.stops is not None and (found := request.stops.find([sample.token_id for sample in taken])):
+                taken, request.stopped_by = taken[: found.tokens], found.which
             ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
             logprobs = _logprobs(taken) if request.params.logprobs else None
             session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
             request.began, request.last_ids = None, ids[-1:]
             if request.matching is not None and taken[-1].token_id not in request.stop_ids:
                 request.matching.advance(ids.tolist())
+            if request.stops is not None:
+                request.stops.advance(ids.tolist())
             return tokens - block.drafted + len(taken) - 1, taken
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             if is_stopped:

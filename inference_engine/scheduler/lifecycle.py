@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from inference_engine.decode.constraints import Constraints
+from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.errors import (
     InternalError,
     InvariantViolated,
@@ -283,9 +284,11 @@ class Beginnings:
         sampling = request.params.sampling
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
         request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
+        history, before = session.history, request.earlier.generated
+        ids = history.ids(len(history) - before, len(history)).tolist() if before else []
+        if request.params.stop_sequences:
+            request.stops = StopSequences(request.params.stop_sequences, ids)
         if request.grammar is not None:
-            history, before = session.history, request.earlier.generated
-            ids = history.ids(len(history) - before, len(history)).tolist() if before else []
             request.matching = request.sampler.masks = self._constraints.start(request.grammar, ids, request.stop_ids)
         return True
 

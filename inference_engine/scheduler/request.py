@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from inference_engine.decode.constraints import Grammar, Matching
+from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.kernels.sampling import Sampler
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord
@@ -91,6 +92,8 @@ class Request:
     sampler: Sampler | None = None
     grammar: Grammar | None = None  # None: its tokens may be any
     matching: Matching | None = None  # its place in the grammar, while it runs
+    stops: StopSequences | None = None  # None: it has none
+    stopped_by: int | None = None  # which of them its last tokens are
     # None until a stop is requested; then it returns how the request ends.
     stop: Callable[[], StopReason | BaseException] | None = None
     outcome: Finished | Failed | None = None  # known before its session is free
@@ -119,7 +122,7 @@ class Request:
         self.state = state
         if state is RequestState.ENDED:
             # They hold memory, and the request may be remembered.
-            self.sampler = self.matching = self.grammar = self.behind = None
+            self.sampler = self.matching = self.grammar = self.stops = self.behind = None
 
     def ask_to_stop(self, how: Callable[[], StopReason | BaseException]) -> None:
         """The first stop wins."""
@@ -163,7 +166,9 @@ class Request:
 
     @property
     def reached_limit(self) -> StopReason | None:
-        """Why it may generate no more, whatever its tokens are."""
+        """Why it may generate no more, whatever its last token is."""
+        if self.stopped_by is not None:
+            return StopReason.EOS
         if self.generated >= self.params.max_tokens:
             return StopReason.MAX_TOKENS
         longest = self.session.longest
@@ -201,12 +206,13 @@ class Request:
             accepted_tokens=done.accepted_tokens,
             is_degraded=self.is_degraded,
             fits_constraint=self._judged(reason),
+            stop_sequence=self.stopped_by if reason is StopReason.EOS else None,
         )
 
     def _judged(self, reason: StopReason) -> bool | None:
         if self.params.constraint is None:
             return None
-        if reason in (StopReason.EOS, StopReason.CONSTRAINT):
+        if reason is StopReason.CONSTRAINT or (reason is StopReason.EOS and self.stopped_by is None):
             return True
         return self.matching is not None and self.matching.fits_constraint
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from inference_engine.decode.constraints import Automaton, Grammar
+from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
 from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
@@ -99,13 +100,18 @@ class Transcript:
         if self.params is not _UNKNOWN:
             return
         self.params, self._grammar = params, grammar
-        history, longest = self.session.history, self.session.longest
-        automaton = None if grammar is None else self._matched(grammar)
+        ids = self.session.history.ids(self.first_position, self.end_position).tolist()
+        longest = self.session.longest
+        automaton = None if grammar is None else _matched(grammar, ids)
+        found = StopSequences(params.stop_sequences).find(ids) if params.stop_sequences else None
         reason: StopReason | None = None
-        if history[self.end_position - 1] in self.session.eos_token_ids | frozenset(params.stop_token_ids):
+        is_ended = bool(ids) and ids[-1] in self.session.eos_token_ids | frozenset(params.stop_token_ids)
+        if is_ended:
             reason = StopReason.EOS
         elif automaton is not None and automaton.is_over:
             reason = StopReason.CONSTRAINT
+        elif found is not None:
+            reason = StopReason.EOS
         elif self._tokens >= params.max_tokens:
             reason = StopReason.MAX_TOKENS
         elif longest is not None and self.end_position >= longest:
@@ -123,15 +129,9 @@ class Transcript:
                 cached_tokens=0,
                 attended_positions=0,
                 evicted_positions=0,
-                fits_constraint=None if automaton is None else reason is StopReason.EOS or automaton.may_end,
+                fits_constraint=None if automaton is None else is_ended or automaton.may_end,
+                stop_sequence=None if found is None or reason is not StopReason.EOS else found.which,
             )
-
-    def _matched(self, grammar: Grammar) -> Automaton:
-        """After all tokens but one that ends the Generate."""
-        automaton = grammar.start()
-        for token_id in self.session.history.ids(self.first_position, self.end_position).tolist():
-            automaton.consume(token_id)
-        return automaton
 
     @property
     def end_position(self) -> int:
@@ -250,6 +250,14 @@ class Transcript:
                 self._truncated = event
         elif isinstance(event, (Finished, Failed)):
             self._ending = event
+
+
+def _matched(grammar: Grammar, token_ids: Sequence[int]) -> Automaton:
+    """After all of a Generate's tokens but one that ends it."""
+    automaton = grammar.start()
+    for token_id in token_ids:
+        automaton.consume(token_id)
+    return automaton
 
 
 class TranscriptReader:

@@ -205,6 +205,7 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
             seed=request.seed if request.HasField("seed") else None,
         ),
         stop_token_ids=tuple(request.stop_token_ids),
+        stop_sequences=tuple(tuple(each.token_ids) for each in request.stop_sequences),
         logprobs=request.logprobs,
         expected_history_length=optional(request, "expected_history_length"),
         drafting=request.drafting if request.HasField("drafting") else True,
@@ -308,6 +309,7 @@ def _done_to_wire(event: Finished) -> pb.GenerateDone:
         degraded=event.is_degraded,
         replayed=event.is_replayed,
         fits_constraint=event.fits_constraint,
+        stop_sequence=event.stop_sequence,
     )
 
 

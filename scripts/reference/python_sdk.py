@@ -16,6 +16,7 @@ TITLES = {
     "_sync": "Client, session, stream",
     "_async": "The same for asyncio",
     "_strategies": "Strategies",
+    "_text": "Text",
     "_constraints": "Constraints",
     "_values": "Answers",
     "_channel": "Certificates",

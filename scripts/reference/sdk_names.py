@@ -29,6 +29,7 @@ OPTIONS = {
     "Client.sessions": "SessionsOptions",
     "Session.append": "AppendOptions",
     "Session.fork": "ForkOptions",
+    "GenerateStream.text": "TextOptions",
     "Session.generate": "GenerateOptions",
     "Session.history": "HistoryOptions",
     "Session.prefill": "PrefillOptions",

@@ -19,6 +19,7 @@ TITLES = {
     "stream": "Stream",
     "checks": "Token ids",
     "strategies": "Strategies",
+    "text": "Text",
     "constraints": "Constraints",
     "values": "Answers",
     "retry": "Retries",

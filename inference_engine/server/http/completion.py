@@ -22,7 +22,6 @@ from inference_engine.server.http.chat_replies import ChatReplies, Json, Usage, 
 from inference_engine.server.http.chat_request import read_request
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.http.error_replies import BodyTooLarge, BodyTooSlow, NotJson, UnknownModel, body_of
-from inference_engine.server.http.reply_text import StopStrings
 from inference_engine.server.http.single_shot import Prompt, prepare, single_shot
 from inference_engine.server.http.turns import RequestTurns
 from inference_engine.server.limits import OwnerLimits
@@ -30,6 +29,7 @@ from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
 from inference_engine.server.stream import EventQueue, Heartbeat, Stall
 from inference_engine.types import Accepted, Event, Failed, Finished, StopReason, TokenCommitted, Truncated
+from kakeya._reply_text import StopStrings
 
 ROUTE = "/v1/chat/completions"
 MAX_BODY_SECONDS = 30.0

@@ -12,14 +12,16 @@ import kakeya
 import kakeya.tokenization
 
 PUBLIC = """
-AppendTooLarge AppendUnresolved AsyncClient AsyncGenerateStream AsyncSession CallerError Choice Client ConnectionFailed
+AppendTooLarge AppendUnresolved AsyncClient AsyncGenerateStream AsyncSession AsyncTextStream CallerError Choice Client
+ConnectionFailed
 Constraint ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining Durability EngineStalled Full Gather
 GenerateResult GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit HistoryPiece
 InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated JournalFull
 JsonSchema KakeyaError Lark LayerWindow Mac Mode ModelMismatch Named NoCapacity NonFiniteLogits OutOfMemory Overloaded
 Progress ProtocolError QuotaExceeded Regex RequestIdReused RestorationFailed Restored RetryPolicy RetryableError
 ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SessionSummary
-SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed TemplateError Tiered TokenDetail
+SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed TemplateError TextResult
+TextStream Tiered TokenDetail
 TokenOutOfRange TokenizerError TransportError Unauthenticated
 """
 

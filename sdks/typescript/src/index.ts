@@ -73,6 +73,7 @@ export type {
   RewindOptions,
   SessionsOptions,
   Signal,
+  TextOptions,
   TLS,
 } from "./options.js";
 export type { RetryPolicy } from "./retry.js";
@@ -90,6 +91,7 @@ export type {
   Tiered,
 } from "./strategies.js";
 export { GenerateStream } from "./stream.js";
+export { TextStream, type TextResult } from "./text.js";
 export type {
   Durability,
   GenerateResult,

@@ -126,6 +126,8 @@ export interface GenerateOptions extends CallOptions {
   readonly logitBias?: ReadonlyMap<number, number> | undefined;
   /** End this Generate, beside the session's own. */
   readonly stopTokenIds?: TokenIds | undefined;
+  /** End this Generate when its last tokens are one of them; `GenerateStream.text` knows stop strings. */
+  readonly stopSequences?: readonly TokenIds[] | undefined;
   /** Report each token's log-probability. */
   readonly logprobs?: boolean | undefined;
   /** Called while the stream is read, before its first token. */
@@ -136,6 +138,14 @@ export interface GenerateOptions extends CallOptions {
   readonly drafting?: boolean | undefined;
   /** What the tokens have to spell. The result says whether they do, or were cut. Default: anything. */
   readonly constraint?: Constraint | undefined;
+}
+
+/** How a Generate is read as text. */
+export interface TextOptions {
+  /** Texts that end it. Default: none. */
+  readonly stop?: readonly string[] | undefined;
+  /** Leave out tokens that are special to the tokenizer. Default true. */
+  readonly skipSpecialTokens?: boolean | undefined;
 }
 
 /** The names of every option of `T`, in a table that the compiler wants to be whole. */
@@ -193,6 +203,7 @@ const KNOWN = {
     repetitionPenalty: true,
     logitBias: true,
     stopTokenIds: true,
+    stopSequences: true,
     logprobs: true,
     onProgress: true,
     expectedHistoryLength: true,
@@ -200,6 +211,7 @@ const KNOWN = {
     constraint: true,
     ...CALL,
   } satisfies Names<GenerateOptions>,
+  text: { stop: true, skipSpecialTokens: true } satisfies Names<TextOptions>,
   "this call": CALL,
   tokensForChat: CHAT,
   tokensForNextTurn: { after: true, ...CHAT } satisfies Names<NextTurnOptions>,

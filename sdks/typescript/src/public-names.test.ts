@@ -12,14 +12,14 @@ GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryL
 InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
 OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused RestorationFailed RetryableError ServerError
 Session SessionBusy SessionClosed SessionEvicted SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError
-TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
+TextStream TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
 `
   .trim()
   .split(/\s+/);
 /** Plain values have types alone; the compiler knows them. */
 const TYPES = `
 Choice Constraint Durability Full Gather GenerateResult HistoryPiece JsonSchema Lark LayerWindow Mac Mode Named Progress Regex Restored RetryPolicy ServerInfo
-SessionInfo SessionSummary SinkWindow StopReason Strategy TLS Tiered TokenDetail
+SessionInfo SessionSummary SinkWindow StopReason Strategy TLS TextResult Tiered TokenDetail
 `
   .trim()
   .split(/\s+/);

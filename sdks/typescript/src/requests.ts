@@ -87,6 +87,9 @@ export function generateRequest(
     ...(repetitionPenalty === undefined ? {} : { repetitionPenalty: finiteOf(repetitionPenalty, "repetitionPenalty") }),
     logitBias: biasOf(options.logitBias ?? new Map()),
     stopTokenIds: tokenIdsOf(options.stopTokenIds ?? [], "stopTokenIds"),
+    stopSequences: (options.stopSequences ?? []).map((one, at) => ({
+      tokenIds: tokenIdsOf(one, `stopSequences[${at}]`),
+    })),
     ...(options.logprobs === true ? { logprobs: true } : {}),
     tokenDetails: true,
     ...(options.onProgress === undefined ? {} : { progress: true }),

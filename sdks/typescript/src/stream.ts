@@ -13,7 +13,10 @@ import {
 } from "./generated/kakeya/v1/runtime_pb.js";
 import type { Leash, Link } from "./link.js";
 import { newRequestId } from "./requests.js";
+import type { TextOptions } from "./options.js";
 import type { Patience } from "./retry.js";
+import { TextStream } from "./text.js";
+import type { ChatTokenizer } from "./tokenization.js";
 import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail } from "./values.js";
 
 type OnProgress = ((progress: Progress) => void) | undefined;
@@ -120,6 +123,7 @@ export class Fold {
       acceptedTokens: exact(done.acceptedTokenCount, "accepted_token_count"),
       isDegraded: done.degraded,
       fitsConstraint: done.fitsConstraint,
+      stopSequence: done.stopSequence,
     });
   }
 }
@@ -305,6 +309,24 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
     return this.#tokens((token) => token);
   }
 
+  /**
+   * The tokens as text: pieces of whole characters, in place of iterating, up to the first of the texts `stop`.
+   *
+   * The stop string is not given out, and what may be its beginning waits. It ends the generation; the result says which
+   * it was, and where to `rewind` to, to have the text without it in the history.
+   */
+  text(tokenizer: Pick<ChatTokenizer, "decode">, options: TextOptions = {}): TextStream {
+    return TextStream.over(
+      this,
+      () => this.#next(),
+      () => {
+        this.#take();
+      },
+      tokenizer,
+      options,
+    );
+  }
+
   /** Read to the end and return everything. Throws the stream's error; StateError if it was cancelled. */
   async result(): Promise<GenerateResult> {
     while ((await this.#next()) !== undefined);
@@ -330,12 +352,17 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
     return Promise.resolve();
   }
 
-  #tokens<T>(pick: (token: TokenDetail) => T): AsyncIterableIterator<T> {
+  /** Hand the tokens to one reader. */
+  #take(): void {
     if (this.#isTaken) {
       throw new StateError("this stream is or was iterated already; its tokens are in tokenIds and in result()");
     }
     if (this.#isOver) throw new StateError("this stream has nothing left to iterate; its tokens are in tokenIds");
     this.#isTaken = true;
+  }
+
+  #tokens<T>(pick: (token: TokenDetail) => T): AsyncIterableIterator<T> {
+    this.#take();
     const iterator: AsyncIterableIterator<T> = {
       next: async () => {
         const token = await this.#next();

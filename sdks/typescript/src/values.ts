@@ -81,6 +81,8 @@ export interface GenerateResult {
   readonly isDegraded: boolean;
   /** Is the output whole by its constraint? false: it was cut; undefined: it had none. */
   readonly fitsConstraint: boolean | undefined;
+  /** Which of `stopSequences` ended it; undefined: none did. */
+  readonly stopSequence: number | undefined;
 }
 
 /**

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_engine.config import ModelConfig, resolve
 from inference_engine.models import tokenizer_folder
-from inference_engine.server.http.reply_text import ReplyText, StopStrings
+from kakeya._reply_text import ReplyText, StopStrings
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Characters of one to four bytes, and joined ones.

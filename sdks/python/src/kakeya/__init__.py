@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from kakeya._retry import RetryPolicy
     from kakeya._strategies import Full, Gather, LayerWindow, Mac, Named, Restored, SinkWindow, Strategy, Tiered
     from kakeya._sync import Client, GenerateStream, Session
+    from kakeya._text import AsyncTextStream, TextResult, TextStream
     from kakeya._values import (
         Durability,
         GenerateResult,
@@ -89,6 +90,7 @@ __all__ = [
     "AsyncClient",
     "AsyncGenerateStream",
     "AsyncSession",
+    "AsyncTextStream",
     "CallerError",
     "Choice",
     "Client",
@@ -154,6 +156,8 @@ __all__ = [
     "StreamTakenOver",
     "TLSFailed",
     "TemplateError",
+    "TextResult",
+    "TextStream",
     "Tiered",
     "TokenDetail",
     "TokenOutOfRange",
@@ -169,6 +173,7 @@ _HOME = {
     "_retry": ("RetryPolicy",),
     "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Named", "Restored", "SinkWindow", "Strategy", "Tiered"),
     "_sync": ("Client", "GenerateStream", "Session"),
+    "_text": ("AsyncTextStream", "TextResult", "TextStream"),
     "_values": (
         "Durability",
         "GenerateResult",

@@ -29,6 +29,7 @@ from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
+from kakeya._text import AsyncTextStream, Decodes, Saying
 from kakeya._values import (
     GenerateResult,
     HistoryPiece,
@@ -240,6 +241,7 @@ class AsyncSession(SessionBase):
         repetition_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
         stop_token_ids: Iterable[int] = (),
+        stop_sequences: Iterable[Iterable[int]] = (),
         logprobs: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
@@ -260,6 +262,7 @@ class AsyncSession(SessionBase):
             repetition_penalty=repetition_penalty,
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
+            stop_sequences=stop_sequences,
             logprobs=logprobs,
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
@@ -408,6 +411,12 @@ class AsyncGenerateStream(StreamBase):
         """As `GenerateStream.details`."""
         self._take()
         return _Tokens(self, lambda token: token)
+
+    def text(
+        self, tokenizer: Decodes, *, stop: Iterable[str] = (), skip_special_tokens: bool = True
+    ) -> AsyncTextStream:
+        """As `GenerateStream.text`."""
+        return AsyncTextStream(self, Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens))
 
     async def result(self) -> GenerateResult:
         """As `GenerateStream.result`."""

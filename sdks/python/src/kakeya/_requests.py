@@ -109,6 +109,7 @@ def generate(
     expected_history_length: int | None,
     drafting: bool,
     constraint: Constraint | None,
+    stop_sequences: Iterable[Iterable[int]],
 ) -> pb.GenerateRequest:
     """The request for one Generate. It always asks for detailed frames, which carry the history length as it grows, and
     for a heartbeat before the first token."""
@@ -140,6 +141,10 @@ def generate(
         request_id=new_request_id(),
         heartbeat_seconds=HEARTBEAT_SECONDS,
         constraint=None if constraint is None else constraint._to_wire(),
+        stop_sequences=[
+            pb.TokenIds(token_ids=token_ids(one, f"stop_sequences[{index}]"))
+            for index, one in enumerate(stop_sequences)
+        ],
     )
 
 

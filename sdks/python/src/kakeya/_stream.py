@@ -96,6 +96,7 @@ class Fold:
             accepted_tokens=done.accepted_token_count,
             is_degraded=done.degraded,
             fits_constraint=done.fits_constraint if done.HasField("fits_constraint") else None,
+            stop_sequence=done.stop_sequence if done.HasField("stop_sequence") else None,
         )
 
 

@@ -28,6 +28,7 @@ from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
+from kakeya._text import Decodes, Saying, TextStream
 from kakeya._values import (
     GenerateResult,
     HistoryPiece,
@@ -250,6 +251,7 @@ class Session(SessionBase):
         repetition_penalty: float | None = None,
         logit_bias: Mapping[int, float] | None = None,
         stop_token_ids: Iterable[int] = (),
+        stop_sequences: Iterable[Iterable[int]] = (),
         logprobs: bool = False,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
@@ -263,7 +265,8 @@ class Session(SessionBase):
         server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
         token. `drafting=False` turns the server's drafter off, which changes the speed, never a token. When the
         connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is what the
-        tokens have to spell: the result says whether they do, or were cut by `max_tokens`.
+        tokens have to spell: the result says whether they do, or were cut by `max_tokens`. `stop_sequences` end it when
+        its last tokens are one of them; `GenerateStream.text` knows stop strings.
 
         From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
         `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
@@ -280,6 +283,7 @@ class Session(SessionBase):
             repetition_penalty=repetition_penalty,
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
+            stop_sequences=stop_sequences,
             logprobs=logprobs,
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
@@ -447,6 +451,14 @@ class GenerateStream(StreamBase):
         """The tokens with position and, if asked for, logprob, as they come. Once only, in place of iterating."""
         self._take()
         return self._tokens()
+
+    def text(self, tokenizer: Decodes, *, stop: Iterable[str] = (), skip_special_tokens: bool = True) -> TextStream:
+        """The tokens as text: pieces of whole characters, in place of iterating, up to the first of the texts `stop`.
+
+        The stop string is not given out, and what may be its beginning waits. It ends the generation; the result says
+        which it was, and where to `rewind` to, to have the text without it in the history.
+        """
+        return TextStream(self, Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens))
 
     def result(self) -> GenerateResult:
         """Read to the end and return everything. Raises the stream's error; StateError if it was cancelled."""

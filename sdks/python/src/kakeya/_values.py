@@ -14,7 +14,7 @@ class StopReason(enum.Enum):
     """Why a Generate ended."""
 
     MAX_TOKENS = "max_tokens"
-    EOS = "eos"  # or one of the request's stop ids; the id itself is emitted and stays in the history
+    EOS = "eos"  # or a stop id or sequence of the request; it is emitted and stays in the history
     CANCELLED = "cancelled"
     TRUNCATED = "truncated"  # the session's length limit was reached
     CONSTRAINT = "constraint"  # the output is whole by its constraint, and nothing may follow
@@ -97,6 +97,7 @@ class GenerateResult:
     accepted_tokens: int  # how many of them were accepted
     is_degraded: bool  # the drafter failed and was not used any more; the tokens are not affected
     fits_constraint: bool | None = None  # is the output whole by its constraint? False: it was cut; None: it had none
+    stop_sequence: int | None = None  # which of `stop_sequences` ended it; None: none did
 
     @property
     def generated_tokens(self) -> int:

@@ -337,6 +337,7 @@ class GenerateRequest(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     PREFILL_ONLY_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit; 0 with prefill_only, and only with it."""
@@ -398,6 +399,14 @@ class GenerateRequest(_message.Message):
     def constraint(self) -> Global___Constraint:
         """What the generated tokens must spell. Absent: anything."""
 
+    @_builtins.property
+    def stop_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of ids that end this Generate when its last tokens are one of them: the reason is STOP_REASON_EOS, and done
+        says which. They are looked for in what this Generate gives, however it comes, and stay in the history; a rewind takes
+        them out. At most 64, none empty, of at most 1024 ids together. A constraint knows nothing of them: they end it also
+        where its output is not whole.
+        """
+
     def __init__(
         self,
         *,
@@ -421,10 +430,11 @@ class GenerateRequest(_message.Message):
         heartbeat_seconds: _builtins.float | None = ...,
         constraint: Global___Constraint | None = ...,
         prefill_only: _builtins.bool = ...,
+        stop_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
@@ -647,6 +657,7 @@ class GenerateDone(_message.Message):
     DEGRADED_FIELD_NUMBER: _builtins.int
     REPLAYED_FIELD_NUMBER: _builtins.int
     FITS_CONSTRAINT_FIELD_NUMBER: _builtins.int
+    STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
     stop_reason: Global___GenerateDone.StopReason.ValueType
     generated_token_count: _builtins.int
     prefill_duration_seconds: _builtins.float
@@ -676,6 +687,8 @@ class GenerateDone(_message.Message):
     """Are the generated tokens a whole output by the constraint? False: the output was cut, by max_tokens or a stop. Absent:
     there was no constraint.
     """
+    stop_sequence: _builtins.int
+    """Which of stop_sequences ended it, from 0; of several the longest. Absent: none did."""
     def __init__(
         self,
         *,
@@ -695,14 +708,20 @@ class GenerateDone(_message.Message):
         degraded: _builtins.bool = ...,
         replayed: _builtins.bool = ...,
         fits_constraint: _builtins.bool | None = ...,
+        stop_sequence: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "fits_constraint", b"fits_constraint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "_stop_sequence", b"_stop_sequence", "fits_constraint", b"fits_constraint", "stop_sequence", b"stop_sequence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "fits_constraint", b"fits_constraint", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "replayed", b"replayed", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint", "_stop_sequence", b"_stop_sequence", "accepted_token_count", b"accepted_token_count", "attended_position_count", b"attended_position_count", "cached_token_count", b"cached_token_count", "degraded", b"degraded", "drafted_token_count", b"drafted_token_count", "evicted_position_count", b"evicted_position_count", "fits_constraint", b"fits_constraint", "generated_token_count", b"generated_token_count", "history_length", b"history_length", "prefill_duration_seconds", b"prefill_duration_seconds", "prefilled_token_count", b"prefilled_token_count", "replayed", b"replayed", "restored_position_count", b"restored_position_count", "seed", b"seed", "stop_reason", b"stop_reason", "stop_sequence", b"stop_sequence", "total_duration_seconds", b"total_duration_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__fits_constraint: _TypeAlias = _typing.Literal["fits_constraint"]  # noqa: Y015
     _WhichOneofArgType__fits_constraint: _TypeAlias = _typing.Literal["_fits_constraint", b"_fits_constraint"]  # noqa: Y015
+    _WhichOneofReturnType__stop_sequence: _TypeAlias = _typing.Literal["stop_sequence"]  # noqa: Y015
+    _WhichOneofArgType__stop_sequence: _TypeAlias = _typing.Literal["_stop_sequence", b"_stop_sequence"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__fits_constraint) -> _WhichOneofReturnType__fits_constraint | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_sequence) -> _WhichOneofReturnType__stop_sequence | None: ...
 
 Global___GenerateDone: _TypeAlias = GenerateDone  # noqa: Y015
 

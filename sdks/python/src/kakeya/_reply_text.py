@@ -68,17 +68,22 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._waiting = ""
-        self.is_matched = False
+        self.matched: str | None = None  # the one that ended the text
+
+    @property
+    def is_matched(self) -> bool:
+        return self.matched is not None
 
     def push(self, piece: str) -> str:
         """The text that can be sent now."""
         if self.is_matched:
             return ""
         text = self._waiting + piece
-        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:
-            self.is_matched, self._waiting = True, ""
-            return text[: min(ends)[1]]
+            _, start, self.matched = min(ends)
+            self._waiting = ""
+            return text[:start]
         begun = max((_overlap(text, stop) for stop in self._stops), default=0)
         cut = len(text) - begun
         self._waiting = text[cut:]

@@ -1,0 +1,178 @@
+"""The laws of a Generate's options: what they change is a function of history, seed and options alone.
+
+Each case says what its option does to the tokens that there would be without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_engine.decode.draft import Drafter
+from inference_engine.engine import Engine
+from inference_engine.kv.strategy import KVStrategy
+from inference_engine.types import (
+    Constraint,
+    ConstraintKind,
+    Event,
+    Finished,
+    GenerateParams,
+    Mode,
+    Sampling,
+    StopReason,
+    TokenCommitted,
+)
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.constraints import END, TOKENS
+from tests.kept import after_a_kill, keeping
+from tests.laws.drafters import Knowing, Wrong
+from tests.laws.variants import drain, each_mechanism, each_mode, engine_for, text, tokens
+
+COUNT = 24
+REQUEST = bytes(16)
+SAMPLED = Sampling(temperature=1.1, top_p=0.95, seed=5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """params: by the tokens that come without the option. holds: do the tokens show it?"""
+
+    name: str
+    params: Callable[[list[int]], GenerateParams]
+    holds: Callable[[list[int], list[int], Finished], bool]
+    sampling: Sampling = SAMPLED
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def with_(**options: Any) -> GenerateParams:
+    return GenerateParams(**{"max_tokens": COUNT, "sampling": SAMPLED, **options})
+
+
+def ends_with(count: int, index: int | None = None) -> Callable[[list[int], list[int], Finished], bool]:
+    """After so many of the tokens that there would be, by the sequence of this number."""
+    return lambda plain, found, end: (
+        found == plain[:count] and (end.stop_reason, end.stop_sequence) == (StopReason.EOS, index)
+    )
+
+
+LETTERS = Constraint(kind=ConstraintKind.REGEX, source="(abc|abd){9}")
+
+CASES = [
+    Case(
+        "a stop sequence",
+        lambda plain: with_(stop_sequences=((1, 2, 3), tuple(plain[9:11]), tuple(plain[8:11]), (plain[10], 7))),
+        ends_with(11, 2),
+    ),
+    Case(
+        "a stop sequence within a constraint",
+        lambda _: with_(constraint=LETTERS, stop_sequences=((100, 97, 98),)),
+        lambda _, found, end: end.fits_constraint is False and found[-3:] == [100, 97, 98],
+    ),
+]
+each_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+def constrained(mode: Mode = Mode.BATCHED, **settings: Any) -> Engine:
+    return engine_for(mode, read_tokens=lambda: TOKENS, **settings)
+
+
+def opened(engine: Engine, strategy: KVStrategy | None = None) -> str:
+    session = engine.create_session(strategy=strategy, eos_token_ids=[END]).session_id
+    engine.append(session, text(40))
+    return session
+
+
+def generated(engine: Engine, session: str, params: GenerateParams, **how: Any) -> tuple[list[int], Finished]:
+    return read(drain(engine.generate(session, params, **how)))
+
+
+def read(events: list[Event]) -> tuple[list[int], Finished]:
+    assert isinstance(events[-1], Finished)
+    return [token for token, _ in tokens(events)], events[-1]
+
+
+def said_of(end: Finished) -> tuple[object, ...]:
+    """What an end says of the tokens, and not of what they took."""
+    return end.stop_reason, end.stop_sequence, end.fits_constraint, end.generated_tokens, end.history_length, end.seed
+
+
+def plain_tokens(engine: Engine, case: Case) -> list[int]:
+    return generated(engine, opened(engine), with_(sampling=case.sampling))[0]
+
+
+@each_case
+@each_mode
+def test_an_option_does_the_same_however_tokens_are_made(case: Case, mode: Mode) -> None:
+    """Alone; without drafts; with drafters that are right, wrong and look back; beside others; launched ahead."""
+    with constrained(mode) as engine:
+        plain = plain_tokens(engine, case)
+        params = case.params(plain)
+        alone, end = generated(engine, opened(engine), params)
+        assert case.holds(plain, alone, end), (plain, alone, end)
+        assert generated(engine, opened(engine), replace(params, drafting=False))[0] == alone
+        sessions = [opened(engine) for _ in range(3)]
+        beside = [params, with_(sampling=case.sampling), GenerateParams(max_tokens=COUNT)]
+        running = [engine.generate(session, each) for session, each in zip(sessions, beside, strict=True)]
+        (batched, batched_end), (others, _), (greedy, _) = [read(drain(each)) for each in running]
+        assert (batched, said_of(batched_end), others) == (alone, said_of(end), plain)
+        assert greedy == generated(engine, opened(engine), GenerateParams(max_tokens=COUNT))[0]
+    drafters: list[Drafter] = [Knowing(text=[*text(40), *alone], errs=5), Wrong(), NgramDrafter(min_ngram=1)]
+    for drafter in drafters:
+        with constrained(mode, drafter=drafter, draft_tokens=4) as engine:
+            drafted, drafted_end = generated(engine, opened(engine), params)
+            assert (drafted, said_of(drafted_end)) == (alone, said_of(end)), drafter
+    if mode is Mode.BATCHED:
+        with constrained(overlap="on") as engine:
+            assert generated(engine, opened(engine), params)[0] == alone
+
+
+@each_case
+def test_an_option_holds_for_a_generate_that_was_stopped_or_killed_and_for_a_fork(tmp_path: Path, case: Case) -> None:
+    with constrained() as engine:
+        plain = plain_tokens(engine, case)
+        params = case.params(plain)
+        whole, end = generated(engine, opened(engine), params)
+        for taken in (1, len(whole) // 2, len(whole) - 1):
+            session = opened(engine)
+            generation = engine.generate(session, params, request_id=REQUEST)
+            got = 0
+            for event in generation:
+                got += isinstance(event, TokenCommitted)
+                if got == taken:
+                    generation.cancel()
+            again, again_end = generated(engine, session, params, request_id=REQUEST)
+            assert (again, said_of(again_end)) == (whole, said_of(end))
+        parent = opened(engine)
+        fork = engine.fork_session(parent).session_id
+        assert generated(engine, fork, params)[0] == generated(engine, parent, params)[0] == whole
+    with keeping(tmp_path / "state", make=constrained) as engine:
+        session = opened(engine)
+        events = iter(engine.generate(session, params, request_id=REQUEST))
+        seen = [next(events)]
+        while len(tokens(seen)) < 2:
+            seen.append(next(events))
+        killed = after_a_kill(tmp_path / "state")
+        drain(events)
+    for _ in range(2):  # it goes on; and it is complete
+        with keeping(killed, make=constrained) as engine:
+            engine.recall(session)
+            again, again_end = generated(engine, session, params, request_id=REQUEST)
+            assert (again, said_of(again_end)) == (whole, said_of(end))
+
+
+@each_mechanism
+def test_every_strategy_has_the_options(strategy: KVStrategy) -> None:
+    """All of them at once, drafted and not, and in parts."""
+    with constrained(drafter=NgramDrafter(min_ngram=1), draft_tokens=4) as engine:
+        plain = generated(engine, opened(engine, strategy), with_(drafting=False))[0]
+        params = with_(stop_sequences=(tuple(plain[12:14]),))
+        whole, end = generated(engine, opened(engine, strategy), replace(params, drafting=False))
+        drafted, drafted_end = generated(engine, opened(engine, strategy), params)
+        assert (drafted, said_of(drafted_end)) == (whole, said_of(end))
+        assert whole == plain[:14]
