@@ -117,6 +117,9 @@ class EngineConfig:
     history_tokens_per_session: int = 2**24
     history_tokens_per_owner: int = 2**26  # in all sessions of one owner; what forks share counts once
     share_prefixes: str = "off"  # what sessions of one owner begin with is prefilled once ("owner"), or of forks alone
+    # K/V of closed sessions that new ones of their owner may begin with; at most, and only while nothing else needs the
+    # memory. 0: a quarter of kv_bytes; fewer than a session takes: none
+    prefix_bytes: int = 0
     share_forks: bool = True  # forks read common KV entries from the session that holds them, where possible
     # Targets for the size of prefill chunks beside decoding sessions; 0: one segment each.
     first_token_target_seconds: float = 0.0
@@ -164,6 +167,7 @@ class EngineConfig:
             max_queued_per_owner=0,
             history_tokens_per_session=0,
             history_tokens_per_owner=0,
+            prefix_bytes=0,
             first_token_target_seconds=0,
             inter_token_target_seconds=0,
             max_batch=1,

@@ -29,6 +29,7 @@ from inference_engine.logs import LOST_REASONS, lost_lines
 
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
+PREFIX_RELEASES = ("room", "budget", "idle", "replaced")
 EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the others by the server
 GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
 # Why a Generate was refused: it would wait too long, the queue or its owner's part of it is full, the server drains.
@@ -171,6 +172,20 @@ class EngineMetrics:
         self.shared_prefix_tokens = self._counter(
             "shared_prefix_tokens_total",
             "Tokens whose K/V a session took from another one of its owner, not prefilled.",
+        )
+        self.kept_prefix_tokens = self._counter(
+            "kept_prefix_tokens_total", "Those of them that it took from a session that had closed."
+        )
+        self.prefixes_kept = self._gauge("kept_prefixes", "Closed sessions whose K/V is kept for new ones.")
+        self.prefix_bytes = self._gauge(
+            "kept_prefix_bytes", "Bytes of their K/V, which no session needs now; they do not count as reserved."
+        )
+        self.prefix_capacity_bytes = self._gauge("kept_prefix_capacity_bytes", "Bytes of it that may be kept.")
+        self.prefixes_released = self._counter(
+            "kept_prefix_released_total",
+            "Closed sessions whose K/V is kept no longer, by cause: a session needed the memory, others that closed "
+            "since have it, it was not used for too long, a longer one has all of it.",
+            reason=PREFIX_RELEASES,
         )
         self.dropped = self._counter(
             "session_dropped_total", "Times a session's K/V was dropped to make room; its token ids are kept."

@@ -115,6 +115,10 @@ HELP = {
     "max_running_per_owner": ("N", "Generates of one owner at the same time, others wait; 0: no limit"),
     "max_queued_per_owner": ("N", "Generates of one owner that may wait; 0: no limit"),
     "share_prefixes": ("WHO", "owner: what sessions of one owner begin with is prefilled once; off: of forks alone"),
+    "prefix_bytes": (
+        "SIZE",
+        "K/V of closed sessions for new ones that begin so, while nothing needs the memory; 0: a quarter of kv_bytes",
+    ),
     "share_forks": ("BOOL", "forks read common KV entries from the first session; false: every fork copies them"),
     "first_token_target_seconds": (
         "S",

@@ -550,6 +550,7 @@ class Engine:
             growth_is_guaranteed=not self._is_growing,
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
+            prefix_capacity_bytes=self._store.kept_prefixes.most_bytes,
             tier_capacity_bytes=tier.capacity_bytes,
             tier_reserved_bytes=tier.reserved_bytes,
             drafter=self._drafter.name,
@@ -561,6 +562,10 @@ class Engine:
     def reserved_by(self, owner: str) -> Bound:
         """Bytes that the owner's sessions have reserved between Generates."""
         return self._store.reserved_by(owner)
+
+    def prefix_bytes_of(self, owner: str) -> int:
+        """Bytes of K/V that are kept of the owner's closed sessions, while no session needs them."""
+        return self._store.kept_prefixes.bytes_of(owner)
 
     def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:
         """Around an append of so many ids, from when they are in memory: they count in the owner's quota of history.

@@ -83,6 +83,7 @@ def _see_to(store: SessionStore, session: Session, work: Callable[[], None], *ot
         try:
             work()
             session.refresh_facts()
+            store.prefixes.enter(session)
         except Exception:
             logger.exception("the KV entries of a session that begins with another's could not be taken over")
             session.forget_entries()

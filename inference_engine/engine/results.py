@@ -215,6 +215,7 @@ class EngineInfo:
     growth_is_guaranteed: bool  # sessions that do not ask otherwise reserve all their memory at creation
     kv_capacity_bytes: int
     kv_reserved_bytes: int
+    prefix_capacity_bytes: int
     tier_capacity_bytes: int
     tier_reserved_bytes: int
     drafter: str  # "": there is none

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
@@ -233,6 +234,30 @@ class SessionKV:
             self.release()
         finally:
             self._prefixes = prefixes
+
+    def shrink(self) -> None:
+        """Give back what is granted beyond the entries that it has. Under the store's lock; nothing is staged."""
+        tokens = max(1, self.length)
+        if self.grows and self._is_reserved and self._whole(tokens) < (self.granted_tokens or 0):
+            before = self._granted.sustained_bytes
+            self.granted_tokens, self._granted = self._whole(tokens), self.bound_at(tokens)
+            self._note_grants()
+            self.context.pool.ungrant(before - self._granted.sustained_bytes)
+
+    @property
+    def may_be_kept(self) -> bool:
+        """After its session has closed: is it as between Generates, its memory all its own and of the pool alone?
+
+        Then `release` gives all of it back, at any time.
+        """
+        is_at_rest = self._is_reserved and not self.staged and not self.coming and self.can_be_copied
+        is_its_own = not self.base and not self.bound.tier_bytes
+        return is_at_rest and is_its_own and not any(each.is_lent for each in self.allocations)
+
+    def as_it_is(self) -> SessionKV:
+        """What it holds now, to copy from on the engine's thread: `release` may be called meanwhile by another one,
+        and that thread alone writes to what is given back."""
+        return copy(self)
 
     @property
     def runs(self) -> list[Run]:

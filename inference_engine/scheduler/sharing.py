@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
-from inference_engine.session.prefixes import are_kin
+from inference_engine.session.kept_prefixes import KeptPrefix
+from inference_engine.session.prefixes import LEAST_TOKENS, Lender, are_kin
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 
@@ -28,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class PrefixFound:
-    """The session with the most entries of a prefix, and the request that prefills more of it, if there are any."""
+    """What has the most entries of a prefix, and the request that prefills more of it, if there are any."""
 
-    lender: Session | None = None
+    lender: Lender | None = None
     held: int = 0
     ahead: Request | None = None
     coming: int = 0
@@ -63,25 +64,26 @@ class Sharing:
         `running` that prefills them.
         """
         session, kv = request.session, request.session.kv
-        least = kv.base + kv.context.geometry.segment_tokens
+        segment = kv.context.geometry.segment_tokens
+        least = kv.base + min(LEAST_TOKENS, segment)
         most = len(session.history) - 1  # the logits of the last token are wanted
         if kv.is_dropped or kv.length > kv.base or most < least:
             return True
         found = self._find(session, most, {one.session: one for one in running if one.is_prefilling})
-        if found.ahead is not None and found.coming >= least and found.coming > found.held:
+        if found.ahead is not None and found.coming >= max(kv.base, found.held) + segment:
             self._wait(request, found.ahead, found.coming)
             return False
         if found.lender is not None and found.held >= least:
             self._take(session, found.lender, found.held)
         return True
 
-    def _find(self, session: Session, most: int, prefilling: dict[Session, Request]) -> PrefixFound:
+    def _find(self, session: Session, most: int, prefilling: Mapping[Lender, Request]) -> PrefixFound:
         found = PrefixFound()
         with self._store.locked():
             for other, common in self._store.prefixes.alike(session):
                 at, theirs = min(common, most), other.kv
                 # Of one whose entries are about to be copied, none is there.
-                if at <= found.held or theirs.is_dropped or theirs.coming or other.failure_reason:
+                if at <= found.held or theirs.is_dropped or theirs.coming or other.is_gone:
                     continue
                 held = theirs.kept(at) if theirs.can_be_copied else 0
                 if held > found.held:
@@ -102,16 +104,17 @@ class Sharing:
         elif not kv.keeps_every_entry and not kv.length < ahead.pauses_at < until:
             ahead.pauses_at = until  # behind it, entries that are wanted may have left
 
-    def _take(self, session: Session, lender: Session, at: int) -> None:
-        if not self._store.pin(lender):
-            return
-        try:
-            if not (are_kin(session, lender) and self._store.continue_behind(session, lender, at)):
-                session.kv.copy_from(lender.kv, at)
-            session.refresh_facts()
+    def _take(self, session: Session, lender: Lender, at: int) -> None:
+        with self._store.lent(lender) as theirs:
+            if theirs is None:
+                return
+            try:
+                if not (are_kin(session, lender) and self._store.continue_behind(session, lender, at)):
+                    session.kv.copy_from(theirs, at)
+                session.refresh_facts()
+            except Exception:
+                logger.exception("a prefix could not be taken over", extra=about_session(session.session_id))
+                session.forget_entries()
             self._metrics.shared_prefix_tokens.inc(session.kv.length)
-        except Exception:
-            logger.exception("a prefix could not be taken over", extra=about_session(session.session_id))
-            session.forget_entries()
-        finally:
-            self._store.unpin(lender)
+            if isinstance(lender, KeptPrefix):
+                self._metrics.kept_prefix_tokens.inc(session.kv.length)

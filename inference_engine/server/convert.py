@@ -424,9 +424,11 @@ def history_to_wire(piece: HistoryPiece) -> pb.ReadHistoryResponse:
 
 
 def server_info_to_wire(
-    info: EngineInfo, own: Bound, *, history_tokens: int, version: str, max_message_bytes: int
+    info: EngineInfo, own: Bound, *, prefix_bytes: int, history_tokens: int, version: str, max_message_bytes: int
 ) -> pb.GetServerInfoResponse:
-    """own: bytes reserved by the caller's sessions. history_tokens: tokens in their histories."""
+    """own: bytes reserved by the caller's sessions; prefix_bytes: kept of those that closed. history_tokens: tokens in
+    their histories.
+    """
     return pb.GetServerInfoResponse(
         version=version,
         model_id=info.facts.model_id,
@@ -450,6 +452,8 @@ def server_info_to_wire(
         default_limit_tokens=info.default_limit_tokens,
         growth_guaranteed=info.growth_is_guaranteed,
         shares_prefixes=info.config.share_prefixes == "owner",
+        prefix_capacity_bytes=info.prefix_capacity_bytes,
+        prefix_bytes=prefix_bytes,
         backend=info.facts.backend,
         numerics=info.facts.numerics,
         history_tokens_per_session=info.config.history_tokens_per_session,

@@ -220,6 +220,7 @@ class RuntimeService:
         return convert.server_info_to_wire(
             self._engine.info(),
             self._engine.reserved_by(caller()),
+            prefix_bytes=self._engine.prefix_bytes_of(caller()),
             history_tokens=self._engine.history_tokens_of(caller()),
             version=__version__,
             max_message_bytes=self._max_message_bytes,

@@ -49,6 +49,7 @@ class SessionLimits:
     kept_tokens_per_owner: int = 0
     share_forks: bool = True
     share_prefixes: str = "off"
+    prefix_bytes: int = 0
 
     @staticmethod
     def of(config: EngineConfig) -> SessionLimits:
@@ -63,6 +64,7 @@ class SessionLimits:
             kept_tokens_per_owner=config.kept_tokens_per_owner,
             share_forks=config.share_forks,
             share_prefixes=config.share_prefixes,
+            prefix_bytes=config.prefix_bytes,
         )
 
 

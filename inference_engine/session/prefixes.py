@@ -1,23 +1,62 @@
-"""Which sessions of one owner begin with the same tokens: their histories by chained hashes of their segments.
+"""Which sessions of one owner begin with the same tokens: their histories by chained hashes, up to certain borders.
 
-    h1 = H(owner, strategy, segment 1)      h2 = H(h1, segment 2)      h3 = H(h2, segment 3)      …
+    border    32    64    128    256                512                768 …        with segments of 256 tokens
+    digest    h1 ─▶ h2 ─▶ h3 ──▶ h4 ──────────────▶ h5 ──────────────▶ h6           h1 = H(owner, strategy, 32 tokens)
 
-Two histories with the same h3 have their first three segments in common. Sessions in memory are entered, and those
-alone: they have one model and one numeric identity. An owner's are never compared with another's, so no owner can tell
-by time or counts what another one has.
+Two histories with the same h3 have their first 128 tokens in common; how many more is found token by token. Sessions in
+memory are entered, and what is kept of some that closed (`session/kept_prefixes.py`): all of it has one model and one
+numeric identity. An owner's are never compared with another's, so no owner can tell by time or counts what another has.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 from inference_engine.errors import SessionClosed
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.session.history import Marks, TokenIds
 from inference_engine.session.session import Session
 
+LEAST_TOKENS = 32  # that are worth looking for
 _DIGEST_BYTES = 16
 _MOST_ALIKE = 32  # sessions that are looked at for one
+
+
+class Beginning(Protocol):
+    """The tokens that others may begin with."""
+
+    def __len__(self) -> int: ...
+
+    def ids(self, start: int, stop: int) -> TokenIds: ...
+
+    def marks(self, start: int, stop: int) -> Marks: ...
+
+
+class Lender(Protocol):
+    """What has entries that others begin with: a session, or what is kept of one."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def kv(self) -> SessionKV: ...
+
+    @property
+    def history(self) -> Beginning: ...
+
+    @property
+    def digests(self) -> list[bytes]:
+        """Of its tokens up to each border."""
+
+    @property
+    def family(self) -> object | None: ...
+
+    @property
+    def is_gone(self) -> bool:
+        """Can nothing be taken from it any more?"""
 
 
 class Prefixes:
@@ -28,10 +67,10 @@ class Prefixes:
     def __init__(self, lock: AbstractContextManager[object], *, of_all: bool) -> None:
         self._lock = lock
         self._of_all = of_all
-        self._entered: dict[bytes, dict[Session, None]] = {}  # by digest; last entered at the end
+        self._entered: dict[bytes, dict[Lender, None]] = {}  # by digest; last entered at the end
 
     def enter(self, session: Session) -> None:
-        """Let others find its history as it is now. From one thread."""
+        """Let others find its history as it is now."""
         if not self._of_all and session.family is None:
             return
         try:
@@ -39,62 +78,88 @@ class Prefixes:
         except SessionClosed:  # just now
             return
         with self._lock:
-            if session.is_closed or session.failure_reason:
-                return
-            for digest in session.digests[session.entered_digests :]:
-                self._entered.setdefault(digest, {})[session] = None
-            session.entered_digests = len(session.digests)
+            if not session.is_gone:
+                self.add(session, session.digests[session.entered_digests :])
+                session.entered_digests = len(session.digests)
 
-    def forget(self, session: Session) -> None:
-        """It leaves memory. Called with the lock held."""
-        for digest in session.digests[: session.entered_digests]:
-            sessions = self._entered.get(digest)
-            if sessions is not None:
-                sessions.pop(session, None)
-                if not sessions:
+    def add(self, lender: Lender, digests: Iterable[bytes]) -> None:
+        """Let others find these of its digests. Called with the lock held."""
+        for digest in digests:
+            self._entered.setdefault(digest, {})[lender] = None
+
+    def forget(self, lender: Lender) -> None:
+        """Nothing more can be taken from it. Called with the lock held."""
+        for digest in lender.digests:
+            lenders = self._entered.get(digest)
+            if lenders is not None:
+                lenders.pop(lender, None)
+                if not lenders:
                     del self._entered[digest]
 
-    def alike(self, session: Session) -> Iterator[tuple[Session, int]]:
-        """Sessions that begin with a segment of its history at least, and how many first tokens they have in common.
+    def at(self, digest: bytes) -> Sequence[Lender]:
+        """Those that begin so. Called with the lock held."""
+        return tuple(self._entered.get(digest, ()))
 
-        Those with the most segments first, and the last entered of them. Called with the lock held, by the thread that
-        enters; the session itself need not be entered.
+    def digests_of(self, session: Session, length: int) -> list[bytes]:
+        """Of its first `length` tokens."""
+        self._extend(session)
+        step = session.kv.context.geometry.segment_tokens
+        return [digest for index, digest in enumerate(session.digests) if border(index, step) <= length]
+
+    def alike(self, session: Session) -> Iterator[tuple[Lender, int]]:
+        """Those that have at least the first border in common with it, and how many first tokens.
+
+        Those with the most borders first, and the last entered of them. Called with the lock held. It need not be
+        entered itself.
         """
         if not self._of_all and session.family is None:
             return
         self._extend(session)
-        seen = {session}
+        seen: set[Lender] = {session}
         for digest in reversed(session.digests):
             for other in reversed(self._entered.get(digest, {})):
                 if other in seen or not (self._of_all or are_kin(session, other)):
                     continue
                 seen.add(other)
-                yield other, _in_common(session, other)
+                yield other, in_common(session, other)
                 if len(seen) > _MOST_ALIKE:
                     return
 
     def _extend(self, session: Session) -> None:
-        """Hash the whole segments that are new in its history."""
-        step, history, digests = session.kv.context.geometry.segment_tokens, session.history, session.digests
-        reads_marks = session.kv.is_selective
+        """Hash up to the borders that its history has passed since."""
+        step, history, digests = session.kv.context.geometry.segment_tokens, session.history, list(session.digests)
+        reads_marks, known = session.kv.is_selective, len(digests)
         last = digests[-1] if digests else f"{session.owner}\0{session.kv.strategy}".encode()
-        for first in range(len(digests) * step, len(history) - step + 1, step):
+        first = border(known - 1, step)
+        while (until := border(len(digests), step)) <= len(history):
             hashed = hashlib.blake2b(last, digest_size=_DIGEST_BYTES)
-            hashed.update(history.ids(first, first + step).tobytes())
+            hashed.update(history.ids(first, until).tobytes())
             if reads_marks:
-                hashed.update(history.marks(first, first + step).tobytes())
+                hashed.update(history.marks(first, until).tobytes())
             digests.append(last := hashed.digest())
+            first = until
+        with self._lock:
+            if len(session.digests) == known:  # else another thread has done so
+                session.digests += digests[known:]
 
 
-def are_kin(session: Session, other: Session) -> bool:
+def border(index: int, segment: int) -> int:
+    """So many tokens are before border number `index`: powers of two times LEAST_TOKENS, then whole segments."""
+    short = max(0, (segment - 1) // LEAST_TOKENS).bit_length()
+    if index < short:
+        return LEAST_TOKENS << index if index >= 0 else 0
+    return (index - short + 1) * segment
+
+
+def are_kin(session: Session, other: Lender) -> bool:
     """Was one forked from the other, or both from a third?"""
     return session.family is not None and session.family is other.family
 
 
-def _in_common(session: Session, other: Session) -> int:
-    """First tokens that both histories have; with equal marks, where entries depend on those."""
-    length = min(len(session.history), len(other.history))
-    differ = session.history.ids(0, length) != other.history.ids(0, length)
-    if session.kv.is_selective:
-        differ |= session.history.marks(0, length) != other.history.marks(0, length)
+def in_common(one: Lender, other: Lender) -> int:
+    """First tokens that both have; with equal marks, where entries depend on those. Both have the same strategy."""
+    length = min(len(one.history), len(other.history))
+    differ = one.history.ids(0, length) != other.history.ids(0, length)
+    if one.kv.is_selective:
+        differ |= one.history.marks(0, length) != other.history.marks(0, length)
     return int(differ.argmax()) if differ.any() else length

@@ -99,6 +99,11 @@ class Session:
         self.longest = min((most for most in (self.limit_tokens, self.cap_tokens) if most is not None), default=None)
 
     @property
+    def is_gone(self) -> bool:
+        """Can nothing be taken from it any more?"""
+        return self.is_closed or bool(self.failure_reason)
+
+    @property
     def saved_length(self) -> int:
         """Of its history, as far as it is safe."""
         return max(0, min(self.saved.tokens, self.history.length))

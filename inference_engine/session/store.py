@@ -38,7 +38,8 @@ from inference_engine.session.capacity import RETRY_SECONDS, Admission, SessionL
 from inference_engine.session.histories import Histories
 from inference_engine.session.history import History, Holdings
 from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
-from inference_engine.session.prefixes import Prefixes
+from inference_engine.session.kept_prefixes import KeptPrefix, KeptPrefixes
+from inference_engine.session.prefixes import Lender, Prefixes
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Holder, Session, Violations
 from inference_engine.types import Bound, Mode
@@ -49,6 +50,7 @@ _TOMBSTONES = 10_000
 # That one call of `expire` ends: sessions, and tokens of their histories.
 _EXPIRED_SESSIONS = 32
 _EXPIRED_TOKENS = 2**22
+_PREFIX_SHARE = 4  # without a setting, one part in this many of the pool's bytes may be kept of sessions that closed
 
 
 class SessionStore:
@@ -85,7 +87,11 @@ class SessionStore:
         )
         self._lock = threading.RLock()
         self.replies = ReplyBook(clock)  # for retries of calls
-        self.prefixes = Prefixes(self._lock, of_all=limits.share_prefixes == "owner")
+        is_sharing = limits.share_prefixes == "owner"
+        self.prefixes = Prefixes(self._lock, of_all=is_sharing)
+        most_bytes = (limits.prefix_bytes or context.pool.capacity_bytes // _PREFIX_SHARE) if is_sharing else 0
+        self.kept_prefixes = KeptPrefixes(self._lock, self.prefixes, metrics, most_bytes=most_bytes)
+        context.pool.spare = self.kept_prefixes
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         self._violations: OrderedDict[str, Violations] = OrderedDict()  # of failed sessions that may come back
@@ -288,6 +294,7 @@ class SessionStore:
                     tokens += len(session.history)
             for session in old:
                 self._evict(session, "ttl")
+            self.kept_prefixes.expire(horizon)
             self.replies.expire()
             is_more = self.histories.leaves.tidy()
         # A journal that keeps sessions has nothing to tidy between steps.
@@ -296,6 +303,7 @@ class SessionStore:
     def close_all(self) -> None:
         """The engine stops. No client closed the sessions: those that the journal keeps are there when it starts."""
         with self._lock:
+            self.kept_prefixes.stop()
             for session in list(self._sessions.values()):
                 if session.journal.keeps:
                     self._leave(session)
@@ -387,14 +395,23 @@ class SessionStore:
             if not self.histories.room(session, 1):
                 self.histories.check(session, 1)
 
-    def pin(self, session: Session) -> bool:
-        """Until `unpin` its entries stay, even if it is closed. False: they are gone already."""
+    @contextmanager
+    def lent(self, lender: Lender) -> Iterator[SessionKV | None]:
+        """Engine's thread: its entries, to be copied within, whether or not it ends meanwhile. None: they are gone."""
         with self._lock:
-            has_entries = not (session.is_closed or session.failure_reason or session.kv.is_dropped)
-            session.pins += has_entries
-            return has_entries
+            kv = None if lender.is_gone or lender.kv.is_dropped else lender.kv.as_it_is()
+            pinned = lender if isinstance(lender, Session) and kv is not None else None
+            if pinned is not None:
+                pinned.pins += 1
+            if isinstance(lender, KeptPrefix):
+                self.kept_prefixes.used(lender, self._clock())
+        try:
+            yield kv
+        finally:
+            if pinned is not None:
+                self.unpin(pinned)
 
-    def continue_behind(self, session: Session, lender: Session, at: int) -> bool:
+    def continue_behind(self, session: Session, lender: Lender, at: int) -> bool:
         """Engine's thread: have a session without entries of its own read the first `at` of another's in place, and
         keep memory for what follows alone. False, and nothing changed, if it has to copy them.
         """
@@ -611,9 +628,13 @@ class SessionStore:
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
 
-    def _release_if_over(self, session: Session) -> None:
+    def _release_if_over(self, session: Session, *, keeps: bool = False) -> None:
+        """keeps: what it has may be kept for others of its owner."""
         if session.is_closed and session.operation is None:
             self.histories.end_grants(session.owner)  # its readers may keep what forks still hold
+            may_keep = keeps and not session.pins and not session.failure_reason
+            if may_keep and self.kept_prefixes.keep(session, self._clock()):
+                session.kv = self._without_memory(session)
             session.end_history()
             if not session.pins:
                 session.kv.release()
@@ -642,7 +663,7 @@ class SessionStore:
         _put_last(self._used, session.session_id, session.used_at if session.operation is None else self._clock())
         del self._sessions[session.session_id]
         self.replies.session_left(session.session_id)
-        self._release_if_over(session)
+        self._release_if_over(session, keeps=True)
         # Leaving is no use: a session that is only looked at is unused, however often it comes back for that.
         session.journal.leave(session.session_id, self._wall_clock() - (self._clock() - session.used_at))
 
@@ -652,7 +673,7 @@ class SessionStore:
         self.prefixes.forget(session)
         del self._sessions[session.session_id]
         self.replies.session_ended(session.session_id, session.owner)
-        self._release_if_over(session)
+        self._release_if_over(session, keeps=True)
         if not session.failure_reason:
             session.journal.close(session.session_id)
             if outcome:

@@ -132,6 +132,34 @@ def test_sessions_that_begin_alike_go_on_as_if_each_had_computed_all_of_it(
                 engine.append(session, text(99 if session == one else 20, seed=turn))
 
 
+@each_case_with("mode", MODES)
+def test_what_a_closed_session_leaves_is_as_if_each_had_computed_it(
+    strategy: KVStrategy, windowed: bool, mode: Mode
+) -> None:
+    """Left after a prefill, where the next one goes on; and after tokens that the next one does not have."""
+    journal = MemoryJournal()
+    with (
+        engine_for(mode, windowed=windowed, journal=journal, share_prefixes="owner") as engine,
+        engine_for(mode, windowed=windowed) as alone,
+    ):
+        for said, seed in ((0, 3), (7, 4)):
+            first = engine.create_session(strategy=strategy).session_id
+            engine.append(first, text(99, seed=seed))
+            drain(engine.generate(first, GenerateParams(max_tokens=said)))
+            engine.close_session(first)
+            assert (engine.info().kv_reserved_bytes, engine.info().tier_reserved_bytes) == (0, 0)
+            second = engine.create_session(strategy=strategy).session_id
+            engine.append(second, [*text(99, seed=seed), *text(10, seed=5)])
+            twin = from_scratch(alone, journal, second)
+            events = drain(engine.generate(second, GenerateParams(max_tokens=6, logprobs=True)))
+            assert same(tokens(events), generate(alone, twin, 6), mode)
+            assert isinstance(events[-1], Finished)
+            # What lies in the second tier is not kept.
+            has_any = not said and not engine.session_info(second).bound.tier_bytes
+            assert said or events[-1].cached_tokens == (98 if has_any else 0)
+            engine.close_session(second)
+
+
 @each_case
 def test_a_fork_computes_nothing_that_its_parent_had_computed(strategy: KVStrategy, windowed: bool) -> None:
     journal = MemoryJournal()

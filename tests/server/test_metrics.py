@@ -180,11 +180,12 @@ async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
 async def sessions_that_begin_alike(seen: Seen) -> None:
     with tiny_engine(share_prefixes="owner") as engine:
         seen.begin(engine)
-        for _ in range(2):
+        for length in (40, 40, 50):
             session = engine.create_session().session_id
-            engine.append(session, list(range(40)))
+            engine.append(session, list(range(length)))
             assert list(engine.generate(session, GenerateParams(max_tokens=1)))
-        seen.look(engine)
+            engine.close_session(session)
+            seen.look(engine)
 
 
 async def no_room(seen: Seen) -> None:

@@ -13,6 +13,9 @@ On a device both are the same memory. On a CPU the buffer is address space, whos
 first written. There may be far more of it than memory, so sessions that are granted memory as they grow take whole
 runs from the start (`ungranted`).
 
+What is kept only as long as no session needs its memory is the pool's `spare`. It does not count as reserved, and is
+given back before a session is refused.
+
 Released memory can be taken again at once. The one thread that writes soon cleans it (`clean`): it is zeroed, or its
 pages go back to the system. Correctness does not need that, because slots are wiped again when they are opened.
 """
@@ -24,6 +27,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -82,13 +86,18 @@ class RunAllocator:
                 del self._starts[left + 1], self._lengths[left + 1]
 
     def least_given_back(
-        self, given: Sequence[Collection[Run]], counts: Sequence[int], *, least: int = 0
+        self,
+        given: Sequence[Collection[Run]],
+        counts: Sequence[int],
+        *,
+        least: int = 0,
+        beside: Collection[Run] = (),
     ) -> int | None:
         """How many of `given`, from the first one on and `least` or more, have to be given back so that `take` finds a
-        run for each of `counts` in turn. None: all of them are too few. Nothing changes.
+        run for each of `counts` in turn. None: all of them are too few. Nothing changes. beside: are given back, too.
         """
 
-        known = list(zip(self._starts, self._lengths, strict=True))
+        known = [*zip(self._starts, self._lengths, strict=True), *beside]
         ends = list(accumulate(map(len, given), initial=len(known)))
         runs = np.array(known + [run for some in given for run in some], dtype=np.int64).reshape(-1, 2)
 
@@ -165,6 +174,30 @@ class Demand:
         return cls.of(geometry, -(-nbytes // geometry.itemsize))
 
 
+class Spare(Protocol):
+    """Memory of the pool that is in use only as long as no session needs it. Called under no lock of the pool."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are granted for it."""
+
+    @property
+    def runs(self) -> Collection[Run]: ...
+
+    def give_back(self) -> bool:
+        """Release some of it. False: there is none."""
+
+
+class NoSpare:
+    """Implements Spare."""
+
+    nbytes = 0
+    runs: Collection[Run] = ()
+
+    def give_back(self) -> bool:
+        return False
+
+
 class _Account:
     """Bytes granted of the capacity."""
 
@@ -208,6 +241,7 @@ class Pool:
         """
         self._lock = threading.Lock()
         self._takes_grants = True
+        self.spare: Spare = NoSpare()
         self._discard = discard
         self._itemsize = geometry.itemsize
         self._unit = geometry.alignment
@@ -229,8 +263,8 @@ class Pool:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes granted."""
-        return self._account.granted_bytes
+        """Bytes granted, but for those that are given back when they are needed."""
+        return self._account.granted_bytes - self.spare.nbytes
 
     @property
     def takes_grants(self) -> bool:
@@ -244,8 +278,13 @@ class Pool:
         return view
 
     def grant(self, nbytes: int) -> bool:
-        """Count `nbytes` as granted. False, and nothing counted, if fewer are left."""
-        return self._account.grant(nbytes)
+        """Count `nbytes` as granted. False, and nothing changed, if fewer are left."""
+        while not self._account.grant(nbytes):
+            if self.reserved_bytes + nbytes > self.capacity_bytes:
+                return False
+            if not self.spare.give_back():
+                return self._account.grant(nbytes)  # another thread may have given back the last of it
+        return True
 
     def ungrant(self, nbytes: int) -> None:
         self._account.ungrant(nbytes)
@@ -258,7 +297,7 @@ class Pool:
         nbytes = self._bytes(sum(self._units(demand) for demand in demands))
         if not self._takes_grants:
             return self._take(demands)
-        if not self._account.grant(nbytes):
+        if not self.grant(nbytes):
             return None
         starts = self._take(demands)
         if starts is None:
@@ -266,6 +305,12 @@ class Pool:
         return starts
 
     def _take(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
+        while (starts := self._take_free(demands)) is None:
+            if self.least_released([], demands) is None or not self.spare.give_back():
+                return None
+        return starts
+
+    def _take_free(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
         with self._lock:
             starts: list[int] = []
             for demand in demands:
@@ -300,8 +345,9 @@ class Pool:
         """How many of `held`, from the first one on and `least` or more, have to be released so that runs are free for
         all of these demands, reserved in this order. None: all of them are too few. Nothing changes.
         """
+        spare, counts = self.spare.runs, [self._units(demand) for demand in demands]
         with self._lock:
-            return self._runs.least_given_back(held, [self._units(demand) for demand in demands], least=least)
+            return self._runs.least_given_back(held, counts, least=least, beside=spare)
 
     def release(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         """Give back runs that `reserve` returned."""

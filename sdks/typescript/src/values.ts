@@ -226,6 +226,10 @@ export interface ServerInfo {
   readonly eosTokenIds: readonly number[];
   /** What your sessions begin with is prefilled once; false: of forks alone. */
   readonly sharesPrefixes: boolean;
+  /** Of closed sessions' K/V, kept for new ones while no session needs the memory. */
+  readonly prefixCapacityBytes: number;
+  /** Kept of your own. */
+  readonly prefixBytes: number;
 }
 
 /** @internal */
@@ -419,5 +423,7 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     durability: durabilityOf(reply.durability),
     eosTokenIds: reply.eosTokenIds,
     sharesPrefixes: reply.sharesPrefixes,
+    prefixCapacityBytes: exact(reply.prefixCapacityBytes, "prefix_capacity_bytes"),
+    prefixBytes: exact(reply.prefixBytes, "prefix_bytes"),
   };
 }

@@ -196,6 +196,8 @@ class ServerInfo:
     durability: Durability = Durability.NONE  # of sessions that are made now
     eos_token_ids: tuple[int, ...] = ()  # end a turn of the model: of sessions that name no others
     shares_prefixes: bool = False  # what your sessions begin with is prefilled once; False: of forks alone
+    prefix_capacity_bytes: int = 0  # of closed sessions' K/V, kept for new ones while no session needs the memory
+    prefix_bytes: int = 0  # kept of your own
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -281,4 +283,6 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         durability=DURABILITIES.get(reply.durability, Durability.UNKNOWN),
         eos_token_ids=tuple(reply.eos_token_ids),
         shares_prefixes=reply.shares_prefixes,
+        prefix_capacity_bytes=reply.prefix_capacity_bytes,
+        prefix_bytes=reply.prefix_bytes,
     )
