@@ -7,7 +7,8 @@ model's own weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,10 +18,13 @@ from inference_engine.backends.packed_linear import PackedLinear
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import attend
 from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.models.latent_attention import HeadHalves
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 if TYPE_CHECKING:
     from inference_engine.models.seam import Seam
+
+Product = Callable[[Tensor], Tensor]
 
 _TOKEN_QUANTA = (2, 4, 8, 16)
 _KEY_QUANTA = (512, 1024)
@@ -31,7 +35,7 @@ def probe_quanta(seam: Seam) -> tuple[int, int]:
     """(token quantum, key quantum) that give bit-identical results. Raises BackendError if no candidate does."""
     device = next(seam.model.parameters()).device
     for tokens in _TOKEN_QUANTA:
-        if all(_linear_agrees(linear, tokens, device, seam.dtype) for linear in _distinct_linears(seam)):
+        if all(_product_agrees(product, tokens, device, seam.dtype) for product in _distinct_products(seam)):
             for keys in _KEY_QUANTA:
                 shapes = _head_shapes(seam.layers)
                 if all(_attention_agrees(shape, tokens, keys, device, seam.dtype) for shape in shapes):
@@ -55,47 +59,59 @@ def _unavailable(dtype: torch.dtype, device: torch.device) -> BackendError:
     )
 
 
-def _distinct_linears(seam: Seam) -> Iterator[nn.Linear | PackedLinear | QuantisedLinear]:
-    """One linear layer of each shape."""
-    seen: set[tuple[int, int]] = set()
+def _distinct_products(seam: Seam) -> Iterator[tuple[int, Product]]:
+    """One product of each shape: how many numbers it takes of a token, and the function."""
+    seen: set[tuple[int, ...]] = set()
     for module in seam.model.modules():
         if isinstance(module, nn.Linear | PackedLinear | QuantisedLinear):
-            shape = (module.in_features, module.out_features)
-            if shape not in seen:
-                seen.add(shape)
-                yield module
+            shape: tuple[int, ...] = (module.in_features, module.out_features)
+            products: list[tuple[int, Product]] = [(module.in_features, module)]
+        elif isinstance(module, HeadHalves):
+            shape = (module.heads, module.key, module.value, module.rank)
+            products = [
+                (module.heads * module.key, partial(_by_head, module.of_queries, module.heads)),
+                (module.heads * module.rank, partial(_by_head, module.of_outputs, module.heads)),
+            ]
+        else:
+            continue
+        if shape not in seen:
+            seen.add(shape)
+            yield from products
 
 
-def _head_shapes(layers: Sequence[LayerGeometry]) -> set[tuple[int, int, int]]:
-    return {(layer.query_heads, layer.kv_heads, layer.head_dim) for layer in layers}
+def _by_head(product: Product, heads: int, states: Tensor) -> Tensor:
+    return product(states.view(len(states), heads, -1).transpose(0, 1)).transpose(0, 1)
+
+
+def _head_shapes(layers: Sequence[LayerGeometry]) -> set[tuple[int, int, int, int]]:
+    return {(layer.query_heads, layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layers}
 
 
 @torch.inference_mode()
-def _linear_agrees(
-    linear: nn.Linear | PackedLinear | QuantisedLinear, quantum: int, device: torch.device, dtype: torch.dtype
-) -> bool:
+def _product_agrees(product: tuple[int, Product], quantum: int, device: torch.device, dtype: torch.dtype) -> bool:
+    inputs, function = product
     generator = torch.Generator().manual_seed(0)
-    states = torch.randn(_TOKENS, linear.in_features, generator=generator).to(device, dtype)
-    whole = linear(states)
+    states = torch.randn(_TOKENS, inputs, generator=generator).to(device, dtype)
+    whole = function(states)
     for tokens in (quantum, 2 * quantum, 3 * quantum, 32):
         for first in (0, quantum, _TOKENS - tokens):
-            if not torch.equal(linear(states[first : first + tokens].contiguous()), whole[first : first + tokens]):
+            if not torch.equal(function(states[first : first + tokens].contiguous()), whole[first : first + tokens]):
                 return False
     return True
 
 
 @torch.inference_mode()
 def _attention_agrees(
-    heads: tuple[int, int, int], token_quantum: int, key_quantum: int, device: torch.device, dtype: torch.dtype
+    heads: tuple[int, int, int, int], token_quantum: int, key_quantum: int, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    query_heads, kv_heads, head_dim = heads
+    query_heads, kv_heads, head_dim, value_dim = heads
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
     queries = random(_TOKENS, query_heads, head_dim)
-    keys, values = (random(kv_heads, 3 * key_quantum, head_dim) for _ in range(2))
+    keys, values = (random(kv_heads, 3 * key_quantum, width) for width in (head_dim, value_dim))
     past = key_quantum - _TOKENS - 3
 
     def run(first: int, tokens: int, count: int) -> Tensor:

@@ -23,6 +23,7 @@ from inference_engine.kernels.prefill_attention import open_long_chunks
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.families import check_family
+from inference_engine.models.latent_attention import absorb_projections
 from inference_engine.models.norms import fuse_norms
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.quantised_linear import formats_of, quantise_linears
@@ -75,6 +76,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         raise BackendError(
             f"linear=packed needs oneDNN and a CPU; {loaded.dtype} on {loaded.device} is served by linear=auto"
         )
+    absorb_projections(loaded.model)  # their halves are neither packed nor quantised
     if config.linear != "plain" and can_pack(loaded.model):
         pack_linears(loaded.model)
     if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
@@ -82,11 +84,12 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     if config.weights in MADE:
         _quantise(loaded, config.weights)
     device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
-    if seam.has_head_sinks:
+    is_even = all(layer.entry.is_even for layer in seam.layers)
+    if seam.has_head_sinks or not is_even:
         ops = replace(ops, attends_together=False)
     records_graphs = should_record_graphs(config.graphs, device, has_regions=ops.attends_together)
     is_invariant = config.mode is Mode.FIXED_SHAPE
-    if not is_invariant and config.kernels != "plain":
+    if not is_invariant and is_even and config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
         long = open_long_chunks(device, seam.dtype, heads, ops.merge_two)
         if long is not None:

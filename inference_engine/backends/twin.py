@@ -65,6 +65,10 @@ _SMALL: dict[str, int] = {
     "n_group": 1,
     "num_group": 1,
     "topk_group": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
 }
 _MOST_NUMBERS = 300_000_000  # parameters of a twin; more means that a family has a size under an unknown name
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -304,6 +308,11 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
         changes["num_key_value_heads"] = sizes.kv_heads
     if hasattr(text, "head_dim"):
         changes["head_dim"] = sizes.head_dim
+    if getattr(text, "qk_rope_head_dim", None):
+        changes["qk_rope_head_dim"] = sizes.head_dim
+        changes["qk_head_dim"] = _SMALL["qk_nope_head_dim"] + sizes.head_dim
+    if dense := getattr(text, "first_k_dense_replace", None):
+        changes["first_k_dense_replace"] = sum(layer < dense for layer in layers)
     if not getattr(text, "head_dim", None) or text.head_dim * heads == text.hidden_size:
         changes["hidden_size"] = sizes.kv_heads * group * sizes.head_dim
     for name, value in vars(text).items():
@@ -353,7 +362,8 @@ def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits
     """The first layer of each kind, those whose entries they read, and always the first two."""
     count = len(traits)
     by_layer = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
-    sorts = [(trait, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
+    dense = getattr(config, "first_k_dense_replace", None) or 0  # layers before the first with experts
+    sorts = [(trait, index < dense, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
     first = {*(sorts.index(sort) for sort in dict.fromkeys(sorts)), *range(min(2, count))}
     return sorted(first | {read for layer in first if (read := traits[layer].reads) is not None})
 
@@ -525,7 +535,7 @@ class _PlainPlan:
         keys, values = self._written[layer]
         group = queries.shape[1] // keys.shape[1]
         own_keys, own_values = (states[0].repeat_interleave(group, dim=0) for states in (keys, values))
-        out = torch.empty(_LENGTH, queries.shape[1], queries.shape[-1])
+        out = torch.empty(_LENGTH, queries.shape[1], values.shape[-1])
         for segment, sources, visible in self._segments(self._layouts[layer]):
             scores = queries[0, :, segment] @ own_keys[:, sources].transpose(1, 2) * scaling
             if softcap is not None:

@@ -165,12 +165,9 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     kinds: list[str] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
     windowed = kinds.count("sliding_attention")
     reading = getattr(text, "num_kv_shared_layers", 0)
-    kept = [
-        (getattr(own, "num_key_value_heads", None) or heads, getattr(own, "head_dim", None) or own.hidden_size // heads)
-        for own in text.per_layer_config[: layers - reading]
-    ]
-    entry_values = sum(2 * kv_heads * head_dim for kv_heads, head_dim in kept)
-    keep = [f"{kv_heads} for K and V, of {head_dim} values" for kv_heads, head_dim in dict.fromkeys(kept)]
+    kept = [_kept(own) for own in text.per_layer_config[: layers - reading]]
+    entry_values = sum(count for count, _ in kept)
+    keep = dict.fromkeys(said for _, said in kept)
     depth = f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)
 
     facts = [
@@ -205,6 +202,17 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
         ("from", "\n".join(manifest.source) or "unknown"),
         ("checked", "every byte, just now" if verified else "yes (--verify hashes the weights again)"),
     ]
+
+
+def _kept(layer: Any) -> tuple[int, str]:
+    """How many numbers a layer keeps of a token, and of which heads. layer: its configuration."""
+    heads = layer.num_attention_heads
+    if rank := getattr(layer, "kv_lora_rank", None):
+        width = rank + layer.qk_rope_head_dim
+        return width, f"1 for K and V in one, of {width} values"
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    return 2 * kv_heads * head_dim, f"{kv_heads} for K and V, of {head_dim} values"
 
 
 def _encodings(checked: CheckedFolder, settings: ModelConfig, runs_on: str) -> str:

@@ -165,6 +165,13 @@ CONFIG_KEYS = _keys(
     ("n_routed_experts n_shared_experts shared_expert_intermediate_size", HONOURED, "mixtures of experts"),
     ("n_group topk_group routed_scaling_factor", HONOURED, "how experts are chosen and weighed"),
     ("decoder_sparse_step mlp_only_layers first_k_dense_replace", HONOURED, "which layers have experts"),
+    (
+        "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
+        HONOURED,
+        "latent attention: sizes, which the tensors must have",
+    ),
+    ("rope_interleave", HONOURED, "latent attention: in which order numbers are rotated in pairs"),
+    ("index_topk", REFUSED, "latent attention to tokens that an indexer chooses"),
     ("hidden_act hidden_activation", HONOURED, "the activation of the feed-forward layers"),
     ("rms_norm_eps", HONOURED, "of every norm"),
     ("max_position_embeddings", HONOURED, "the trained positions"),

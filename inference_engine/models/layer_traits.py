@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
-from inference_engine.models.seam import Seam
+from inference_engine.models.seam import Seam, form_of
 
 TRIAL = "kakeya_trial"
 
@@ -61,8 +61,11 @@ def _attend(
     """query, key, value [1, H, N, D]; returns each token's own value, ([1, N, Hq, D], None)."""
     layer: Any = module.layer_idx
     seen: AttentionInputs = module.__dict__["_kakeya_seen"]
+    form = form_of(module)
+    query, key, value = form.stored(query, key, value)
     seen.note(layer, query, key, sliding_window)
-    return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous(), None
+    own = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+    return form.output(own), None
 
 
 AttentionInterface.register(TRIAL, _attend)

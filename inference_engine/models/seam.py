@@ -37,6 +37,14 @@ from inference_engine.kv.geometry import (
     ReadsLayer,
     stored_layers,
 )
+from inference_engine.models.latent_attention import (
+    AsGiven,
+    EntryForm,
+    absorb_projections,
+    check_latent,
+    entry_form,
+    is_latent,
+)
 
 ATTENTION = "kakeya"
 
@@ -46,6 +54,7 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their table depends on the longest sequence seen so far.
 _BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
 _DEFAULT_ROTARY = "default"
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST_TURNS = 16  # cached pairs of cosines and sines, each for at most a chunk of entries
 
 
@@ -78,13 +87,23 @@ class _Now(threading.local):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """An attention layer of the model: its number, and the stored layer that it reads, and writes if it `keeps` it."""
+    """An attention layer of the model: its number, and the stored layer that it reads, and writes if it `keeps` it.
+
+    form: what its entries hold of what it gives attention.
+    """
 
     now: _Now
     number: int
     stored: int
     keeps: bool
     geometry: LayerGeometry
+    form: EntryForm
+
+
+def form_of(attention: nn.Module) -> EntryForm:
+    """What the entries of an attention layer hold; of one that no seam has taken over, what it gives."""
+    place: _Place | None = attention.__dict__.get("_kakeya_place")
+    return AsGiven() if place is None else place.form
 
 
 def _attend(
@@ -111,8 +130,10 @@ def _attend(
     place = cast("_Place", module._kakeya_place)
     layer, geometry, plan = place.number, place.geometry, place.now.plan
     assert plan is not None, "a forward runs within Seam.attending"
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = place.form.stored(query, key, value)
     heads, kv_heads = query.shape[1], key.shape[1]
-    if key.shape[-1] != value.shape[-1]:
+    if value.shape[-1] != geometry.value_dim:
         raise ModelError(
             f"{type(module).__name__} has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head; only "
             "layers where both are equal can be served yet"
@@ -131,11 +152,11 @@ def _attend(
         query,
         key if place.keeps else None,
         value if place.keeps else None,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scaling,
         softcap=softcap,
         head_sinks=s_aux,
     )
-    return out, None
+    return place.form.output(out), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -153,9 +174,18 @@ class TokenRotary(nn.Module):
         self.original = original
         self.trained_positions = trained_positions
         self._now = now
+        self._is_complex = False
 
-    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        """x gives dtype and device; position_ids [1, N]. Returns cos and sin, [1, N, d]."""
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x gives dtype and device; position_ids [1, N]. Returns cos and sin, [1, N, d].
+
+        Where the module that it replaces returns complex numbers, it does, too: `parts` has both as cos and sin.
+        """
+        cos, sin = self.parts(x, position_ids, layer_type)
+        return torch.complex(cos, sin) if self._is_complex else (cos, sin)
+
+    def parts(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        """cos and sin, [1, N, d]."""
         name = layer_type or _DEFAULT_ROTARY
         cos, sin = self._own(x, position_ids, name)
         if not self._now.is_beyond_trained:
@@ -181,8 +211,9 @@ class TokenRotary(nn.Module):
 
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
-        cos, sin = self.original(*arguments)
-        return cos, sin
+        found: Tensor | tuple[Tensor, Tensor] = self.original(*arguments)
+        self._is_complex = isinstance(found, Tensor)
+        return (found.real, found.imag) if isinstance(found, Tensor) else found
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
         """The index of the frequency at each place of the width, read from the module's own sine of position 1."""
@@ -208,6 +239,7 @@ class Seam:
         self.dtype: torch.dtype = model.dtype
         self.trained_positions: int = config.max_position_embeddings
         attentions = _attention_modules(model, config)
+        absorb_projections(model)
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
         self._blocks = parents_of(model, attentions)
@@ -221,11 +253,14 @@ class Seam:
                 stored=stored,
                 keeps=not isinstance(spec, ReadsLayer),
                 geometry=self.layers[stored],
+                form=entry_form(attention),
             )
         self._apply = _rotation_function(attentions[0])
         self._rotary = _replace_rotary(model, self.trained_positions, self._now)
         self._rotary_scales: dict[str, float] = {}
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        # By table: how many numbers of a key come before those that it turns.
+        self._still = {layer.rotary: layer.value_dim for layer in self.layers if layer.value_in_key}
 
     @contextmanager
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
@@ -264,7 +299,9 @@ class Seam:
             sin = -sin
         elif bool((shifts < 0).any()):
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
-        turned = cos.shape[-1]
+        turned, first = cos.shape[-1], self._still.get(name, 0)
+        if first:
+            return torch.cat((keys[..., :first], self._apply(keys[None, ..., first:], cos, sin)[0]), dim=-1)
         if self._turns_part_of_heads and turned < keys.shape[-1]:
             part = self._apply(keys[None, ..., :turned], cos, sin)[0]
             return torch.cat((part, keys[..., turned:]), dim=-1)
@@ -272,7 +309,7 @@ class Seam:
 
     def turns(self, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """The cosines and sines [N, d] that tokens at `positions` [N] are rotated by, in the dtype of `like`."""
-        cos, sin = self._rotary(like, positions[None], _layer_type(name))
+        cos, sin = self._rotary.parts(like, positions[None], _layer_type(name))
         return cos[0], sin[0]
 
     def turns_to(self, positions: range, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -318,7 +355,7 @@ class Seam:
     def _moving(self, like: Tensor, by: Tensor, name: str, *, is_beyond_trained: bool) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [1, n, d], of shifts [n], none of them negative."""
         self._now.is_beyond_trained = is_beyond_trained
-        cos, sin = self._rotary(like, by[None], _layer_type(name))
+        cos, sin = self._rotary.parts(like, by[None], _layer_type(name))
         if (scale := self._rotary_scale(name)) != 1.0:
             cos, sin = cos / scale, sin / scale
         return cos, sin
@@ -344,7 +381,7 @@ def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list
         module.layer_idx: module
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int)
-        and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "query_key_value"))
+        and any(hasattr(module, name) for name in ("q_proj", "q_b_proj", "qkv_proj", "query_key_value"))
     }
     if sorted(found) != list(range(config.num_hidden_layers)):
         raise ModelError(
@@ -383,17 +420,15 @@ def check_config(config: PretrainedConfig) -> None:
     name = config.model_type
     if _read(config, "is_encoder_decoder"):
         raise ModelError(f"{name!r} is an encoder with a decoder; models that are a decoder alone can be served")
-    if _read(config, "kv_lora_rank"):
-        raise ModelError(
-            f"{name!r} makes keys and values from one compressed vector (multi-head latent attention); only layers "
-            "that keep both as they are can be served"
-        )
     for attribute in ("num_hidden_layers", "num_attention_heads", "vocab_size"):
         if not isinstance(_read(config, attribute), int):
             raise ModelError(
                 f"{name!r} says no {attribute} in its configuration; only models whose every layer is attention, with "
                 "sizes under the usual names, can be served"
             )
+    if _read(config, "kv_lora_rank") is not None:
+        check_latent(config)
+    _check_experts(config)
     types = layer_types(config)
     if unknown := set(types) - _LAYER_TYPES:
         raise ModelError(
@@ -420,6 +455,21 @@ def check_config(config: PretrainedConfig) -> None:
             raise ModelError(
                 f"rotary kind {kind!r} ({name}) changes with the longest sequence of a batch; it cannot be served yet"
             )
+
+
+def _check_experts(config: PretrainedConfig) -> None:
+    """Raise ModelError for a router that chooses more than there is. Twins, of few experts, would not show it."""
+    experts = next((found for name in _EXPERTS if (found := _read(config, name))), None)
+    chosen, groups, kept = (_read(config, name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
+    if not isinstance(experts, int) or not isinstance(chosen, int):
+        return
+    in_groups = experts
+    if isinstance(groups, int) and isinstance(kept, int) and groups > 1:
+        if experts % groups or not 0 < kept <= groups:
+            raise ModelError(f"{config.model_type!r}: {kept} of {groups} groups (n_group) of {experts} experts")
+        in_groups = kept * experts // groups
+    if not 0 < chosen <= in_groups:
+        raise ModelError(f"{config.model_type!r}: num_experts_per_tok is {chosen}, of {in_groups} experts")
 
 
 def _read(config: PretrainedConfig, attribute: str) -> Any:
@@ -463,17 +513,31 @@ def _read_layers(
                 continue
             window = (window or own.sliding_window) if trait.is_windowed else None
             rotary = trait.rotary
-        heads: int = own.num_attention_heads
-        specs.append(
-            LayerGeometry(
-                query_heads=heads,
-                kv_heads=getattr(own, "num_key_value_heads", None) or heads,
-                head_dim=getattr(own, "head_dim", None) or own.hidden_size // heads,
-                native_window=window,
-                rotary=rotary,
-            )
-        )
+        specs.append(_kept(own, attention, window, rotary))
     return specs
+
+
+def _kept(config: PretrainedConfig, attention: nn.Module, window: int | None, rotary: str) -> LayerGeometry:
+    """config: of this layer."""
+    heads: int = config.num_attention_heads
+    if is_latent(attention):
+        rank: int = config.kv_lora_rank
+        return LayerGeometry(
+            query_heads=heads,
+            kv_heads=1,
+            head_dim=rank + config.qk_rope_head_dim,
+            value_dim=rank,
+            value_in_key=True,
+            native_window=window,
+            rotary=rotary,
+        )
+    return LayerGeometry(
+        query_heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        native_window=window,
+        rotary=rotary,
+    )
 
 
 def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: str) -> int | None:
@@ -488,7 +552,11 @@ def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor
 
     Then its keys cannot be moved. The function rotates queries and keys together, or either alone.
     """
-    function: Any = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+    module = sys.modules[type(attention).__module__]
+    by_complex: Any = getattr(module, "apply_rotary_emb", None)
+    if by_complex is not None and [*inspect.signature(by_complex).parameters][2:] == ["freqs_cis"]:
+        return lambda keys, cos, sin: by_complex(keys, keys, torch.complex(cos, sin))[1]
+    function: Any = getattr(module, "apply_rotary_pos_emb", None)
     if function is None:
         return None
     if [*inspect.signature(function).parameters][1] == "cos":

@@ -40,6 +40,18 @@ SIZES: dict[str, Any] = {
 _OLD_SIZES: dict[str, Any] = {"vocab_size": 128, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}
 _NO_SPECIAL_IDS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "first_k_dense_replace": 1,
+}
+
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt_neox": {"num_key_value_heads": None},  # a quarter of each head rotated, one projection for all three
@@ -81,10 +93,12 @@ SERVED: dict[str, dict[str, Any]] = {
         },
         "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32},
     },
+    "deepseek_v2": {"num_experts_per_tok": 2, **LATENT},
+    "deepseek_v3": LATENT,
     "gpt_oss": {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Of families that are alike the first; the others are further cases.
-FIRST = ("llama", "gpt_neox", "smollm3", "qwen3", "gemma3", "gemma4", "gpt_oss")
+FIRST = ("llama", "gpt_neox", "smollm3", "qwen3", "gemma3", "gemma4", "deepseek_v3", "gpt_oss")
 # What people ask for, and is not served; and what the refusal has to say.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_5_text": (SIZES, "linear_attention"),
@@ -92,8 +106,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4": ({"text_config": SIZES}, "chunked_attention"),
     "qwen3_next": (SIZES, "linear_attention"),
     "llama4_text": (SIZES, "chunked_attention"),
-    "deepseek_v2": (SIZES, "one compressed vector"),
-    "deepseek_v3": (SIZES, "one compressed vector"),
+    "deepseek_v32": ({**SIZES, "num_key_value_heads": 4}, "chooses the tokens that attention reads by an indexer"),
     "minimax": (SIZES, "linear_attention"),
     "falcon_h1": (SIZES, ""),
     "gptj": (_OLD_SIZES, "another attention function"),

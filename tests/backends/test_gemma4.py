@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
-from inference_engine.backends.base import Admitted
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import admit_config
 from inference_engine.config import EngineConfig
@@ -19,13 +17,12 @@ from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import ModelFacts
 from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.training.capture import capture, require_stored_keys
 from tests.admissions import admitted_once
+from tests.backends.small_families import COUNT, continued, forward_of, ids_of, own_model
 from tests.further import further
-from tests.laws.variants import generate, text
+from tests.laws.variants import text
 from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -74,61 +71,19 @@ SMALL_E: dict[str, Any] = {
 }
 KINDS = {"large": LARGE, "mixture": MIXTURE, "small": SMALL_E}
 each_kind = pytest.mark.parametrize("kind", [further("large"), "mixture", "small"])
-COUNT = 24
 
 
-def own_model(kind: str) -> PreTrainedModel:
-    config = Gemma4TextConfig(**KINDS[kind])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Gemma4ForCausalLM._from_config(config, attn_implementation="eager").eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
-
-
-def forward_of(own: PreTrainedModel, admitted: Admitted) -> TorchForward:
-    config = copy.deepcopy(own.config)
-    config._attn_implementation = ATTENTION
-    taken = type(own)(config).eval()
-    taken.load_state_dict(own.state_dict())
-    facts = ModelFacts(
-        model_id="gemma4",
-        vocab_size=VOCABULARY,
-        trained_positions=TRAINED_POSITIONS,
-        device="cpu",
-        dtype="float32",
-        refused_strategies=admitted.refused,
-    )
-    return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))
+def gemma4(kind: str) -> PreTrainedModel:
+    return own_model(Gemma4ForCausalLM, Gemma4TextConfig(**KINDS[kind]))
 
 
 @pytest.fixture(scope="module")
 def served() -> dict[str, tuple[PreTrainedModel, TorchForward]]:
     found = {}
     for kind in KINDS:
-        own = own_model(kind)
+        own = gemma4(kind)
         found[kind] = own, forward_of(own, admitted_once(own.config, type(own)))
     return found
-
-
-def continued(own: PreTrainedModel, history: list[int], count: int = COUNT) -> list[int]:
-    prompt = torch.tensor([history])
-    out = own.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    found: list[int] = out[0, len(history) :].tolist()
-    return found
-
-
-def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
-    return [token for token, _ in generate(engine, session, count)]
 
 
 HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
@@ -216,7 +171,7 @@ def test_options_of_strategies_number_the_layers_of_the_model(
 
 
 def test_calibration_sees_values_that_come_from_the_projection_of_the_keys() -> None:
-    own = own_model("large")
+    own = gemma4("large")
     (state,) = next(capture(own, [torch.tensor([text(20)])], layers=[3]))
     weight = own.get_submodule("model.layers.3.self_attn.k_norm").weight
     torch.testing.assert_close(state.keys, state.values * weight)

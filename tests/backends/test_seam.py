@@ -18,6 +18,8 @@ from transformers import (
     Cohere2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
     Exaone4Config,
     Exaone4ForCausalLM,
     FalconConfig,
@@ -107,6 +109,7 @@ SERVED: list[Any] = [
     # The same attention, in models that also have parts for pictures and sound.
     further(Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedConfig()),
     further(Gemma3nForCausalLM, Gemma3nTextConfig()),
+    (DeepseekV3ForCausalLM, DeepseekV3Config()),  # keys and values of one vector, experts behind three dense layers
 ]
 REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (BloomForCausalLM, BloomConfig(), "rotate"),
@@ -118,7 +121,7 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     ),
     (GPTJForCausalLM, GPTJConfig(), "does not run with another attention function"),
     (FalconForCausalLM, FalconConfig(), "does not run with another attention function"),
-    (DeepseekV3ForCausalLM, DeepseekV3Config(), "one compressed vector"),
+    (DeepseekV32ForCausalLM, DeepseekV32Config(), "by an indexer of its own"),
     (Qwen3NextForCausalLM, Qwen3NextConfig(), "linear_attention"),
     (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
     (BartForCausalLM, BartConfig(), "encoder"),

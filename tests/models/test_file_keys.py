@@ -205,6 +205,13 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "routed_scaling_factor": ("glm4_moe", {}, 2.0),
     "first_k_dense_replace": ("glm4_moe", {}, 0),
     "use_qk_norm": ("glm4_moe", {}, True),
+    "kv_lora_rank": ("deepseek_v3", {}, 8),
+    "q_lora_rank": ("deepseek_v3", {}, 8),
+    "qk_nope_head_dim": ("deepseek_v3", {}, 8),
+    "qk_rope_head_dim": ("deepseek_v3", {}, 4),
+    "v_head_dim": ("deepseek_v3", {}, 8),
+    "rope_interleave": ("deepseek_v3", {}, False),
+    "index_topk": ("deepseek_v3", {}, 2048),
     "shared_expert_intermediate_size": ("qwen2_moe", {}, 8),
     "qkv_bias": ("qwen2_moe", {}, False),
     "no_rope_layers": ("smollm3", {}, [1, 1]),
@@ -217,6 +224,20 @@ OTHERS = {
     "smollm3": configured("SmolLM3", no_rope_layers=[0, 1]),
     "glm4_moe": configured(
         "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16
+    ),
+    "deepseek_v3": configured(
+        "DeepseekV3",
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
     ),
     "qwen2_moe": configured(
         "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16

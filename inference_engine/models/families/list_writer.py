@@ -103,6 +103,11 @@ class ListWriter:
             raise NoStepListError(f"layer {layer.index}: head size {dim} must be a multiple of {LANES}")
         if keys < 1 or queries < 1 or queries % keys:
             raise NoStepListError(f"layer {layer.index}: {queries} query heads must be a multiple of {keys} KV heads")
+        if not geometry.entry.is_even:
+            raise NoStepListError(
+                f"layer {layer.index} keeps keys of {dim} numbers and values of {geometry.value_dim}"
+                f"{' inside them' if geometry.value_in_key else ''}; lists are of keys and values of one size"
+            )
         if geometry.rotary == IMMOVABLE:
             raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")
         heads = self.register("heads", (queries + 2 * keys) * dim)

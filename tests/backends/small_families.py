@@ -1,0 +1,64 @@
+"""Small random models of a family, as transformers runs them, and taken over by the seam."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from inference_engine.backends.base import Admitted
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.engine import Engine
+from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.types import ModelFacts
+from tests.laws.variants import generate
+from tests.tiny import TRAINED_POSITIONS, VOCABULARY
+
+COUNT = 24  # tokens that tests generate
+
+
+def own_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Noise on every weight, norm and bias."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = kind._from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def forward_of(own: PreTrainedModel, admitted: Admitted) -> TorchForward:
+    config = copy.deepcopy(own.config)
+    config._attn_implementation = ATTENTION
+    taken = type(own)(config).eval()
+    taken.load_state_dict(own.state_dict())
+    facts = ModelFacts(
+        model_id=config.model_type,
+        vocab_size=VOCABULARY,
+        trained_positions=TRAINED_POSITIONS,
+        device="cpu",
+        dtype="float32",
+        refused_strategies=admitted.refused,
+    )
+    return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))
+
+
+def continued(own: PreTrainedModel, history: list[int], count: int = COUNT) -> list[int]:
+    """What transformers generates, greedily."""
+    prompt = torch.tensor([history])
+    out = own.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    found: list[int] = out[0, len(history) :].tolist()
+    return found
+
+
+def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
+    return [token for token, _ in generate(engine, session, count)]

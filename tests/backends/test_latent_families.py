@@ -1,0 +1,221 @@
+"""Families with multi-head latent attention: one vector a token and layer, whatever the number of heads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.twin import admit_config, model_class
+from inference_engine.config import EngineConfig
+from inference_engine.engine import Engine
+from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.kv.session_kv import SessionKV
+from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.full import Full
+from inference_engine.models.families import check_family, step_list
+from inference_engine.models.operations import NoStepListError
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.admissions import admitted_once
+from tests.backends.small_families import COUNT, continued, forward_of, ids_of, own_model
+from tests.further import further
+from tests.laws.variants import text
+from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
+
+RANK, ROTATED = 32, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": RANK,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": ROTATED,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "max_position_embeddings": TRAINED_POSITIONS,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": TRAINED_POSITIONS // 8,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"rope_parameters": YARN},
+    # Rotated as complex numbers; queries without a rank, as in the Lite model.
+    "deepseek_v2": {"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2},
+    "glm4_moe_lite": {"n_group": 1, "rope_interleave": True},
+    "minicpm3": {},
+}
+FIRST = ("deepseek_v3", "deepseek_v2")
+each_kind = pytest.mark.parametrize("kind", [kind if kind in FIRST else further(kind) for kind in KINDS])
+
+
+def config_of(kind: str) -> PretrainedConfig:
+    config: PretrainedConfig = CONFIG_MAPPING[kind](**{**SIZES, **KINDS[kind]})
+    return config
+
+
+class Served(dict[str, tuple[PreTrainedModel, TorchForward]]):
+    def __missing__(self, kind: str) -> tuple[PreTrainedModel, TorchForward]:
+        config = config_of(kind)
+        own = own_model(model_class(config), config)
+        self[kind] = own, forward_of(own, admitted_once(own.config, type(own)))
+        return self[kind]
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return Served()
+
+
+HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
+
+
+@each_kind
+@pytest.mark.parametrize("drafts", [False, True])
+def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transformers_does(
+    kind: str, drafts: bool, served: Served
+) -> None:
+    own, forward = served[kind]
+    drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
+    with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
+        sessions = [engine.create_session(strategy=Full()).session_id for _ in HISTORIES]
+        for session, history in zip(sessions, HISTORIES, strict=True):
+            engine.append(session, history)
+        with ThreadPoolExecutor(len(sessions)) as pool:
+            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
+        assert got == [continued(own, history) for history in HISTORIES]
+        fork = engine.fork_session(sessions[0]).session_id
+        for session, turn in ((fork, [5, 6, 7]), (sessions[0], [9, 10])):
+            engine.append(session, turn)
+            assert ids_of(engine, session) == continued(own, HISTORIES[0] + got[0] + turn)
+
+
+@each_kind
+def test_a_model_is_admitted_with_every_strategy_that_reads_entries_as_they_are(kind: str) -> None:
+    admitted = admitted_once(config_of(kind), model_class(config_of(kind)))
+    assert not admitted.refused
+    assert {each.rotary for each in admitted.traits} == {"default"}
+    names = {name.partition(":")[0] for name, _ in admitted.differences}
+    assert names >= {"full", "sink_window", "layer_window"}
+
+
+def test_a_token_takes_one_vector_a_layer_and_the_bound_says_so(served: Served) -> None:
+    _, forward = served["deepseek_v3"]
+    geometry = forward.geometry(**PAGES)
+    assert geometry.entry_bytes == 3 * (RANK + ROTATED) * geometry.itemsize
+    context = forward.open(geometry, 2**24)
+    limit = 64
+    kv = SessionKV(Full(), context, limit)
+    while kv.length < limit:
+        kv.stage(16)
+        kv.commit(kv.length + 16)
+    assert kv.footprint().total_bytes == kv.bound.sustained_bytes == kv.bound.peak_bytes
+    assert kv.footprint().total_bytes == limit * geometry.entry_bytes
+
+
+def test_sessions_stay_within_their_bounds_and_other_strategies_are_refused_by_name(served: Served) -> None:
+    _, forward = served["deepseek_v3"]
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        for strategy in ("sink_window:sink=2,window=20", "layer_window:sink=2,window=8,full_layers=1"):
+            session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
+            engine.append(session, text(150))
+            assert len(ids_of(engine, session)) == COUNT, strategy
+            info = engine.session_info(session)
+            assert 0 < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+        for strategy in (
+            "full:codec=int8",
+            "gather",
+            "tiered:block=4,sink=0,window=20,budget=400,resident_tokens=20",
+            "restored:window=16",
+        ):
+            with pytest.raises(InvalidArgument, match=r"Layer 0.*key of 40 numbers.*full without a codec"):
+                engine.create_session(strategy=parse_strategy(strategy))
+
+
+def test_every_weight_of_the_projection_counts(served: Served) -> None:
+    """Both halves of `kv_b_proj` are read: a change of either changes what transformers and the engine generate."""
+    own, _ = served["deepseek_v3"]
+    halves = own.get_submodule("model.layers.1.self_attn.kv_b_proj")
+    before = halves.weight.detach().clone()
+    history, seen = text(40, seed=5), []
+    try:
+        for first in (0, SIZES["qk_nope_head_dim"]):
+            with torch.no_grad():
+                halves.weight.copy_(before)
+                halves.weight[first : first + 4] *= -3.0
+            with Engine(forward_of(own, admitted_once(own.config, type(own))), EngineConfig(**SMALL)) as engine:
+                session = engine.create_session().session_id
+                engine.append(session, history)
+                seen.append(ids_of(engine, session))
+            assert seen[-1] == continued(own, history)
+    finally:
+        with torch.no_grad():
+            halves.weight.copy_(before)
+    assert seen[0] != seen[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ({"q_lora_rank": 0}, "q_lora_rank is 0"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; numbers are rotated in pairs"),
+        ({"qk_nope_head_dim": -1}, "qk_nope_head_dim is -1"),
+        ({"v_head_dim": 0}, "v_head_dim is 0"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4 experts"),
+        ({"n_group": 3}, "1 of 3 groups"),
+    ],
+)
+def test_a_configuration_at_fault_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    config = DeepseekV3Config(**SIZES)
+    for name, value in changes.items():  # past the checks of the library
+        setattr(config, name, value)
+    with pytest.raises(ModelError, match=said):
+        admit_config(config, DeepseekV3ForCausalLM)
+
+
+def test_no_list_of_operations_is_made_of_such_layers() -> None:
+    """Whatever a family writes: native, MLX and GPU lists have keys and values of one size."""
+    config = DeepseekV3Config(**SIZES)
+    with pytest.raises(NoStepListError, match="no list of operations for the model type 'deepseek_v3'"):
+        check_family(config)
+    layer = LayerGeometry(query_heads=4, kv_heads=1, head_dim=48, value_dim=32, value_in_key=True)
+    plain = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32 inside them"):
+        step_list(plain, [layer], ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", further("glm_moe_dsa")])
+def test_a_model_with_an_indexer_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(ModelError, match="chooses the tokens that attention reads by an indexer"):
+        admit_config(CONFIG_MAPPING[kind]())
