@@ -309,9 +309,12 @@ class SessionKV:
         can_rewind = length == held or all(part.can_rewind(length, held) for part in self.parts)
         return length if can_rewind else min(length, self.base)
 
-    def pending(self, length: int) -> int:
-        """Of a history of `length`, the tokens that a Generate would prefill: the last one at least."""
-        kept = self.kept(max(0, length - 1))
+    def pending(self, length: int, *, found: int = 0) -> int:
+        """Of a history of `length`, the tokens that a Generate would prefill: the last one at least.
+
+        found: so many first ones would have entries, those of other sessions.
+        """
+        kept = max(found, self.kept(max(0, length - 1)))
         return length - kept + max((part.replay_end(kept) for part in self._archived), default=0)
 
     def can_rewind(self, at: int) -> bool:

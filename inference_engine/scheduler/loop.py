@@ -164,12 +164,14 @@ class Scheduler:
 
         refuse_late: if it would wait for more than `max_first_token_seconds` for other owners, refuse it.
         """
+        found = self._sharing.foresee(request, self.requests())  # before the lock: it takes that of the store
         with self._lock:
             if not self._thread.is_alive():
                 raise InternalError("engine-thread-ended")
             if self._is_draining or self._is_stopping:
                 self._metrics.refused.labels("draining").inc()
                 raise Draining
+            request.prefill_tokens = request.foreseen_tokens(found)
             ahead = self._places_ahead(request.session.owner)
             self._foresee(request, is_alone=not ahead, refuse_late=refuse_late)
             # Sent before the loop can see the request, so that it is the first event.
@@ -204,7 +206,6 @@ class Scheduler:
     def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
         """Predict its wait. Raises Overloaded if that is too long because of other owners, but never for an owner's
         only Generate."""
-        request.prefill_tokens = request.foreseen_tokens
         if not self._config.max_first_token_seconds:
             return
         request.predicted = self._ttft.predict(request, self._running, self._queued, changes=self._changes)
@@ -299,7 +300,8 @@ class Scheduler:
                     self._last_step = None
                 # Together: a request that was submitted after a task must not begin before it.
                 tasks, waiting = len(self._tasks), list(self._queued)
-            waiting = self._beginnings.that_may_begin(waiting)
+            if waiting:
+                waiting = self._beginnings.that_may_begin(waiting)
             if tasks:
                 self.notifier.release()  # they may take a while
             self.beat_at = now = self._clock()

@@ -139,11 +139,14 @@ class Request:
         kv = self.session.kv
         return len(self.session.history) - kv.length + kv.pending_replay - self._leaves_last
 
-    @property
-    def foreseen_tokens(self) -> int:
-        """`pending_tokens` as the engine's thread will find it: one that goes back has its later entries until then."""
+    def foreseen_tokens(self, found: int) -> int:
+        """`pending_tokens` as the engine's thread will find it: one that goes back has its later entries until then.
+
+        found: of its first tokens, those whose entries it will have from others; 0: none.
+        """
         kv, length = self.session.kv, len(self.session.history)
-        return self.pending_tokens if kv.length < length else kv.pending(length) - self._leaves_last
+        is_as_it_is = kv.length < length and not found
+        return self.pending_tokens if is_as_it_is else kv.pending(length, found=found) - self._leaves_last
 
     @property
     def _leaves_last(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inference_engine.logs import about_session
@@ -63,27 +63,41 @@ class Sharing:
         """Let a session without entries take those that others have of what it begins with. False: it waits for one of
         `running` that prefills them.
         """
-        session, kv = request.session, request.session.kv
+        found = self._find(request.session, running)
+        if found.ahead is not None:
+            self._wait(request, found.ahead, found.coming)
+            return False
+        if found.lender is not None:
+            self._take(request.session, found.lender, found.held)
+        return True
+
+    def foresee(self, request: Request, in_flight: Iterable[Request]) -> int:
+        """How many of its first tokens will have entries of others when it begins, as far as is known now; also of
+        those `in_flight` that it will wait for. Any thread, before it is queued; those after it find it.
+        """
+        found = self._find(request.session, in_flight)
+        self._store.prefixes.enter(request.session)
+        return found.coming if found.ahead is not None else found.held
+
+    def _find(self, session: Session, others: Iterable[Request]) -> PrefixFound:
+        """What of it would be worth taking over, or waiting for until one of `others` has prefilled it."""
+        kv, found = session.kv, PrefixFound()
         segment = kv.context.geometry.segment_tokens
         least = kv.base + min(LEAST_TOKENS, segment)
         most = len(session.history) - 1  # the logits of the last token are wanted
         if kv.is_dropped or kv.length > kv.base or most < least:
-            return True
-        found = self._find(session, most, {one.session: one for one in running if one.is_prefilling})
-        if found.ahead is not None and found.coming >= max(kv.base, found.held) + segment:
-            self._wait(request, found.ahead, found.coming)
-            return False
-        if found.lender is not None and found.held >= least:
-            self._take(session, found.lender, found.held)
-        return True
+            return found
+        prefilling: dict[Lender, Request] = {one.session: one for one in others if one.is_prefilling}
 
-    def _find(self, session: Session, most: int, prefilling: Mapping[Lender, Request]) -> PrefixFound:
-        found = PrefixFound()
+        def is_of_use(other: Lender) -> bool:
+            # Of one whose entries are about to be copied, none is there.
+            has_any = other.kv.length > 0 and not other.kv.is_dropped and not other.kv.coming
+            return (has_any or other in prefilling) and not other.is_gone
+
         with self._store.locked():
-            for other, common in self._store.prefixes.alike(session):
+            for other, common in self._store.prefixes.alike(session, is_of_use):
                 at, theirs = min(common, most), other.kv
-                # Of one whose entries are about to be copied, none is there.
-                if at <= found.held or theirs.is_dropped or theirs.coming or other.is_gone:
+                if at <= found.held:
                     continue
                 held = theirs.kept(at) if theirs.can_be_copied else 0
                 if held > found.held:
@@ -93,6 +107,10 @@ class Sharing:
                 is_in_time = ahead is not None and not (theirs.takes_room and ahead.params.max_tokens)
                 if is_in_time and theirs.length < at > found.coming:
                     found.ahead, found.coming = ahead, at
+        if found.held < least:
+            found.lender, found.held = None, 0
+        if found.coming < max(kv.base, found.held) + segment:
+            found.ahead, found.coming = None, 0
         return found
 
     @staticmethod

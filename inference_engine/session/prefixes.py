@@ -11,7 +11,7 @@ numeric identity. An owner's are never compared with another's, so no owner can 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -106,8 +106,8 @@ class Prefixes:
         step = session.kv.context.geometry.segment_tokens
         return [digest for index, digest in enumerate(session.digests) if border(index, step) <= length]
 
-    def alike(self, session: Session) -> Iterator[tuple[Lender, int]]:
-        """Those that have at least the first border in common with it, and how many first tokens.
+    def alike(self, session: Session, is_of_use: Callable[[Lender], bool]) -> Iterator[tuple[Lender, int]]:
+        """Those of use that have at least the first border in common with it, and how many first tokens.
 
         Those with the most borders first, and the last entered of them. Called with the lock held. It need not be
         entered itself.
@@ -116,13 +116,16 @@ class Prefixes:
             return
         self._extend(session)
         seen: set[Lender] = {session}
+        looked_at = 0
         for digest in reversed(session.digests):
             for other in reversed(self._entered.get(digest, {})):
                 if other in seen or not (self._of_all or are_kin(session, other)):
                     continue
                 seen.add(other)
+                if not is_of_use(other):
+                    continue
                 yield other, in_common(session, other)
-                if len(seen) > _MOST_ALIKE:
+                if (looked_at := looked_at + 1) == _MOST_ALIKE:
                     return
 
     def _extend(self, session: Session) -> None:

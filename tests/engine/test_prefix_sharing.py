@@ -14,9 +14,9 @@ from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.types import Failed, Finished, GenerateParams, Progress
+from inference_engine.types import Accepted, Failed, Finished, GenerateParams, Progress
 from tests.engine.sessions import Gate, opened
-from tests.facade import drop_entries
+from tests.facade import drop_entries, standing_still
 from tests.kept import keeping
 from tests.laws.variants import drain, generate, text
 from tests.tiny_native import served_engine
@@ -73,6 +73,27 @@ def test_forks_of_a_history_that_is_not_prefilled_compute_it_once(share_prefixes
             assert info.kv_live_bytes <= info.reserved_bytes <= info.bound.sustained_bytes
             engine.close_session(one)
         assert engine.info().kv_reserved_bytes == 0
+
+
+@pytest.mark.parametrize("source", ["prefilled by one before", "open", "closed"])
+def test_what_a_generate_will_find_is_not_in_the_prefill_that_it_is_accepted_with(source: str) -> None:
+    with sharing_engine() as engine:
+        common = text(COMMON)
+        if source != "prefilled by one before":
+            first = opened(engine, COMMON)
+            generate(engine, first)
+            if source == "closed":
+                engine.close_session(first)
+        sessions = []
+        for number in range(4):
+            sessions.append(engine.create_session().session_id)
+            engine.append(sessions[-1], [*common, number, *text(6, seed=number + 1)])
+        with standing_still(engine):
+            generations = [engine.generate(session, SOME) for session in sessions]
+        events = [drain(one) for one in generations]
+        expected = [each[-1].prefilled_tokens for each in events if isinstance(each[-1], Finished)]
+        assert [each[0].prefill_tokens for each in events if isinstance(each[0], Accepted)] == expected
+        assert expected == ([COMMON + 7] if source == "prefilled by one before" else [7]) + 3 * [7]
 
 
 @pytest.mark.parametrize("stop", [Generation.cancel, Generation.expire, "close"])
