@@ -20,8 +20,8 @@ unexport CXX
 # Nor make every process compile all modules anew: tests start many, and pytest rewrites what asserts.
 unexport PYTHONDONTWRITEBYTECODE
 
-SOURCES := inference_engine kv_cache_proposer laboratory plugins scripts tests
-TYPED := inference_engine kv_cache_proposer laboratory plugins sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
+SOURCES := inference_engine kakeya_gateway kv_cache_proposer laboratory plugins scripts tests
+TYPED := inference_engine kakeya_gateway kv_cache_proposer laboratory plugins sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python setup.py build_backend.py
 
 # The theme announces its successor at each start; the pins decide. --quiet would make --strict see nothing.

@@ -24,7 +24,7 @@ from inference_engine.config import child_environment
 from laboratory.evaluation import record
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("inference_engine", "kv_cache_proposer", "laboratory", "tests", "scripts", "pyproject.toml")
+COPIED = ("inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory", "tests", "scripts", "pyproject.toml")
 LIMIT_SECONDS = 600
 
 ISOLATION = "tests/load/test_isolation.py::test_interleaved_operations_of_many_owners_leave_every_stream_its_own[0]"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ("inference_engine", "kv_cache_proposer", "laboratory", "sdks/python/src")
+SHIPPED = ("inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory", "sdks/python/src")
 OURS = (*SHIPPED, "scripts", "tests", "sdks/python/examples", "sdks/python/tests")
 GENERATED = ROOT / "sdks/python/src/kakeya/v1"
 # The settings, and in the SDK what gRPC reads of it.
@@ -109,6 +109,15 @@ def mlx_outside_its_place(tree: ast.AST, path: Path) -> Iterator[str]:
             yield f"import {name} (line {line})"
 
 
+def private_part_of_the_sdk(tree: ast.AST, path: Path) -> Iterator[str]:
+    """What the SDK keeps to itself, imported by the gateway."""
+    if ROOT / "kakeya_gateway" not in path.parents:
+        return
+    for name, line in _imports(tree):
+        if name.startswith(("kakeya._", "kakeya.v1")):
+            yield f"import {name} (line {line})"
+
+
 def code_from_data(tree: ast.AST, path: Path) -> Iterator[str]:
     """Calls by which a file of weights or a string could become running code."""
     del path
@@ -182,6 +191,7 @@ RULES: tuple[Rule, ...] = (
     engine_reached_into,
     private_patch,
     mlx_outside_its_place,
+    private_part_of_the_sdk,
     code_from_data,
     backend_known_by_class,
 )
@@ -304,6 +314,12 @@ def test_mlx_is_imported_only_where_the_name_says_so() -> None:
     assert violations(mlx_outside_its_place, OURS) == []
 
 
+def test_the_gateway_is_built_on_public_names_of_the_sdk() -> None:
+    assert violations(private_part_of_the_sdk, ("kakeya_gateway",)) == []
+    tree = ast.parse("from kakeya._sync import Client")
+    assert list(private_part_of_the_sdk(tree, ROOT / "kakeya_gateway/app.py"))
+
+
 def test_the_executor_on_mlx_stays_small() -> None:
     files = source_files(("inference_engine/backends/mlx",))
     assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MLX_LINES
@@ -318,7 +334,7 @@ def test_what_a_backend_can_do_is_not_asked_of_its_class() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert circles(imports_of(("inference_engine", "kv_cache_proposer", "laboratory"))) == []
+    assert circles(imports_of(("inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory"))) == []
 
 
 def test_a_package_has_the_rooms_floors_and_arrows_that_are_written_down() -> None:

@@ -22,7 +22,7 @@ from inference_engine.native.build import LIBRARY, ZIG, is_supported
 from inference_engine.native.library import load
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILT = ("LICENSE", "README.md", "inference_engine", "kv_cache_proposer", "laboratory", "sdks/python")
+BUILT = ("LICENSE", "README.md", "inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory", "sdks/python")
 BUILT_BY = ("pyproject.toml", "setup.py", "build_backend.py")
 PLUGINS = [path.parent for path in (ROOT / "plugins").glob("*/pyproject.toml")]
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")

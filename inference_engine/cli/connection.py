@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,12 +28,22 @@ _IN_FLAGS = {
 }
 
 
-def add_connection(parser: argparse.ArgumentParser, *, target: str | None = None) -> None:
-    """target: the default; None: the command starts a server."""
+def add_connection(
+    parser: argparse.ArgumentParser,
+    *,
+    target: str | None = None,
+    names: Sequence[str] = ("--target",),
+    has_key: bool = True,
+) -> None:
+    """target: the default; None: the command starts a server. has_key: it has a key of its own."""
     group = parser.add_argument_group("connection")
     default = target or "start one, and stop it after"
-    group.add_argument("--target", metavar="HOST:PORT", default=target, help=f"a running server (default: {default})")
-    group.add_argument("--api-key-file", metavar="FILE", help="the key for that server, on the file's first line")
+    group.add_argument(
+        *names, dest="target", metavar="HOST:PORT", default=target, help=f"a running server (default: {default})"
+    )
+    parser.set_defaults(api_key_file=None)
+    if has_key:
+        group.add_argument("--api-key-file", metavar="FILE", help="the key for that server, on the file's first line")
     group.add_argument("--tls", action="store_true", help="use TLS and trust the system's authorities")
     group.add_argument("--tls-ca-file", metavar="FILE", help="use TLS and trust this certificate, in PEM format")
     group.add_argument(
@@ -67,13 +77,14 @@ def _made(kind: Callable[..., C], args: argparse.Namespace, target: str, **optio
     from kakeya import TLS
 
     try:
-        key = _first_line(args.api_key_file) if args.api_key_file else None
+        if args.api_key_file:
+            options = {"api_key": _first_line(args.api_key_file), **options}
         certificate, own_key = _path(args.tls_client_cert_file), _path(args.tls_client_key_file)
         has_files = bool(args.tls_ca_file or certificate or own_key)
         tls: TLS | bool = args.tls
         if has_files:
             tls = TLS(root_certificates=_path(args.tls_ca_file), certificate=certificate, key=own_key)
-        return kind(target, api_key=key, tls=tls, **options)
+        return kind(target, tls=tls, **options)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the key or the certificate for {target}: {error}") from error
 

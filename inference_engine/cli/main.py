@@ -15,7 +15,7 @@ from inference_engine.cli import process
 
 def parser() -> argparse.ArgumentParser:
     from inference_engine import __version__
-    from inference_engine.cli import audit, chat, demo, doctor, keys, models, serve, sessions
+    from inference_engine.cli import audit, chat, demo, doctor, gateway, keys, models, serve, sessions
     from inference_engine.cli import journal_commands as journal
     from inference_engine.cli import lazy_commands as late
 
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=late.LateParser)
-    for command in (serve, chat, demo, doctor, audit, models, keys, sessions, journal):
+    for command in (serve, gateway, chat, demo, doctor, audit, models, keys, sessions, journal):
         command.add_parser(commands)
     late.add_parsers(top, commands)
     return top

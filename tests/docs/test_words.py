@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "inference_engine", "kv_cache_proposer", "laboratory", "proto", "scripts", "sdks", "tests")
+FOLDERS = (
+    *("docs", "inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory", "proto", "scripts", "sdks"),
+    "tests",
+)
 KINDS = {".cpp", ".css", ".h", ".html", ".js", ".json", ".md", ".mjs", ".proto", ".py", ".pyi", ".toml", ".ts"}
 # Installed, built, or text that a model is trained on; and this file.
 ASIDE = {"node_modules", "dist", "build", "__pycache__", "phrases", "test_words.py", "package-lock.json"}

@@ -1,0 +1,106 @@
+"""What requests of all APIs hold, checked: a field that is not known is refused by name, or, if it is null, skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from kakeya import Constraint, JsonSchema
+
+Json = dict[str, Any]
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+
+
+class Refused(Exception):
+    """A request that gets no answer. param: the field that is wrong; code: what OpenAI calls the situation."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int = 400, code: str | None = None, retry: float = 0
+    ) -> None:
+        super().__init__(f"{param}: {message}" if param else message)
+        self.param = param
+        self.status = status
+        self.code = code
+        self.retry_seconds = retry  # 0: it would be refused again
+
+
+class Ask(NamedTuple):
+    """What one turn is to be, whatever the API. after: the kept answer that the messages follow."""
+
+    model: str
+    messages: Sequence[Json]  # as chat templates take them
+    max_tokens: int | None
+    options: Mapping[str, Any]  # of `AsyncSession.generate`
+    stops: Sequence[str] = ()
+    after: str | None = None
+    is_kept: bool = False
+
+
+class Body(BaseModel):
+    """An object of a request. harmless: fields that change no answer, such as those for a provider's records."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    harmless: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_says_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None and name not in cls.harmless}
+
+
+class Part(Body):
+    """Text, or what is said in its place."""
+
+    harmless = frozenset({"annotations", "cache_control", "citations", "logprobs"})
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+    def as_chat(self) -> Json:
+        return {"type": "text", "text": self.text}
+
+
+def _in_parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+Parts = Annotated[list[Part], BeforeValidator(_in_parts)]
+
+
+class Format(Body):
+    """What the text of an answer has to fit. One API has the schema inside, the others beside its type."""
+
+    harmless = frozenset({"name", "description", "strict"})
+    type: Literal["text", "json_object", "json_schema"] = "json_schema"
+    json_schema: Format | None = None
+    content: dict[str, Any] | None = Field(None, alias="schema")
+
+    def constraint(self, path: str) -> Constraint | None:
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.type == "json_object" else (self.json_schema or self).content
+        if schema is None:
+            raise Refused("has no schema", param=path)
+        return JsonSchema(schema)
+
+
+class Sampled(Body):
+    """What decides how tokens are drawn. Ranges are the server's to check, and without a temperature it is greedy."""
+
+    model: str
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+
+    def options(self, form: Format | None, path: str, **others: Any) -> Json:
+        """As `AsyncSession.generate` takes them. form: of the answer; it stands at `path`."""
+        drawn = self.model_dump(include=_SAMPLING, exclude_none=True)
+        return drawn | others | {"constraint": None if form is None else form.constraint(path)}

@@ -1,0 +1,106 @@
+"""`POST /v1/chat/completions`, as OpenAI has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import time
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from kakeya.tokenization import from_openai_messages
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled
+from kakeya_gateway.turns import Piece, Turn
+
+_RECORDS = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
+HARMLESS = frozenset((*_RECORDS, "parallel_tool_calls"))
+Zero = Annotated[float, Field(ge=0, le=0)]
+None_ = Annotated[list[Any], Field(max_length=0)]
+
+
+class StreamOptions(Body):
+    harmless = frozenset({"include_obfuscation"})
+    include_usage: bool = False
+
+
+class Request(Sampled):
+    harmless = HARMLESS | {"store"}
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] = []
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], float] = {}
+    logprobs: bool = False
+    response_format: Format | None = None
+    stream_options: StreamOptions = StreamOptions()
+    n: Literal[1] = 1
+    modalities: list[Literal["text"]] = ["text"]
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    top_logprobs: Zero = 0
+    tools: None_ = []
+    tool_choice: Literal["none", "auto"] = "none"
+
+    def ask(self) -> Ask:
+        most = self.max_completion_tokens or self.max_tokens
+        if self.max_tokens not in (None, most):
+            raise Refused("max_completion_tokens has another value; send one of them", param="max_tokens")
+        bias = {int(token): value for token, value in self.logit_bias.items()}
+        options = self.options(self.response_format, "response_format", logprobs=self.logprobs, logit_bias=bias)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return Ask(self.model, from_openai_messages(self.messages), most, options, stops)
+
+
+class Reply:
+    """The answer of one turn, whole or in chunks. ending: what comes behind the last one."""
+
+    ending = "data: [DONE]\n\n"
+
+    def __init__(self, asked: Request, turn: Turn) -> None:
+        self._asked = asked
+        self._turn = turn
+        self._head: Json = {"id": f"chatcmpl-{turn.name}", "created": int(time()), "model": asked.model}
+
+    def begin(self) -> Iterable[Json]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def more(self, piece: Piece) -> Iterable[Json]:
+        yield self._chunk({"content": piece.text}, piece.tokens)
+
+    def end(self) -> Iterable[Json]:
+        yield self._chunk({}, reason=self._reason)
+        if self._asked.stream_options.include_usage:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage}
+
+    def whole(self) -> Json:
+        message = {"role": "assistant", "content": self._turn.text, "refusal": None}
+        choice = {"index": 0, "message": message, "finish_reason": self._reason}
+        choices = [{**choice, "logprobs": self._logprobs(self._turn.tokens)}]
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
+
+    @property
+    def _reason(self) -> str:
+        return "length" if self._turn.is_cut else "stop"
+
+    @property
+    def _usage(self) -> Json:
+        read, written = self._turn.start, self._turn.output_tokens
+        counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
+
+    def _chunk(self, delta: Json, tokens: Sequence[tuple[int, float]] = (), reason: str | None = None) -> Json:
+        choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": self._logprobs(tokens)}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+
+    def _logprobs(self, tokens: Sequence[tuple[int, float]]) -> Json | None:
+        if not self._asked.logprobs or not tokens:
+            return None
+        texts = [(self._turn.owner.texts.token(token_id), logprob) for token_id, logprob in tokens]
+        entries = [{"token": text, "bytes": [*text.encode()], "logprob": of, "top_logprobs": []} for text, of in texts]
+        return {"content": entries, "refusal": None}
+
+
+def error(refused: Refused) -> Json:
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
