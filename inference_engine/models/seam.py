@@ -12,10 +12,12 @@ small twin (`models/layer_traits.py`).
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,10 +28,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import (
     IMMOVABLE,
+    ONE_ROTARY,
+    SHORT_ROTARY,
     UNROTATED,
     LayerGeometry,
     LayerSpec,
@@ -51,10 +56,8 @@ ATTENTION = "kakeya"
 # Keywords of transformers that have no effect here; any other that is set is refused.
 WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their table depends on the longest sequence seen so far.
-_BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
-_DEFAULT_ROTARY = "default"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_LONGROPE, _DYNAMIC = "longrope", "dynamic"
 _MOST_TURNS = 16  # cached pairs of cosines and sines, each for at most a chunk of entries
 
 
@@ -167,11 +170,17 @@ class TokenRotary(nn.Module):
 
     Past the trained positions the angle is computed in float64, so that endless sessions keep exact distances: in
     float32 the fastest angle is off by 0.06 at a million positions.
+
+    transformers' module of LongRoPE takes the table of the longest sequence of a batch, which would change the keys of
+    its neighbours, and of a session that grows. Here are two modules, one for each table; ~position asks for the short.
     """
 
     def __init__(self, original: nn.Module, trained_positions: int, now: _Now) -> None:
         super().__init__()
         self.original = original
+        self.short: nn.Module | None = None
+        if getattr(original, "rope_type", None) == _LONGROPE:
+            self.original, self.short = _tables_of(original)
         self.trained_positions = trained_positions
         self._now = now
         self._is_complex = False
@@ -186,7 +195,14 @@ class TokenRotary(nn.Module):
 
     def parts(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, [1, N, d]."""
-        name = layer_type or _DEFAULT_ROTARY
+        cos, sin = self._of_table(x, position_ids, layer_type or ONE_ROTARY)
+        if self.short is None or layer_type is not None:
+            return cos, sin
+        is_short = (position_ids < 0)[..., None]
+        short_cos, short_sin = self._of_table(x, ~position_ids, SHORT_ROTARY)
+        return torch.where(is_short, short_cos, cos), torch.where(is_short, short_sin, sin)
+
+    def _of_table(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         cos, sin = self._own(x, position_ids, name)
         if not self._now.is_beyond_trained:
             return cos, sin
@@ -201,8 +217,9 @@ class TokenRotary(nn.Module):
 
     def frequencies(self, name: str) -> tuple[Tensor, float]:
         """The angle per position of each pair of numbers, float32 [d / 2], and the factor of cos and sin."""
-        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
-        return getattr(self.original, f"{prefix}inv_freq"), getattr(self.original, f"{prefix}attention_scaling")
+        prefix = "" if name in (ONE_ROTARY, SHORT_ROTARY) else f"{name}_"
+        module = self._module(name)
+        return getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
 
     def scale(self, name: str, device: torch.device) -> float:
         """The factor of cos and sin: the cosine of position 0."""
@@ -210,10 +227,16 @@ class TokenRotary(nn.Module):
         return float(self._own(torch.zeros((), device=device), first, name)[0][0, 0, 0])
 
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
-        found: Tensor | tuple[Tensor, Tensor] = self.original(*arguments)
+        arguments = (x, position_ids) if name in (ONE_ROTARY, SHORT_ROTARY) else (x, position_ids, name)
+        found: Tensor | tuple[Tensor, Tensor] = self._module(name)(*arguments)
         self._is_complex = isinstance(found, Tensor)
         return (found.real, found.imag) if isinstance(found, Tensor) else found
+
+    def _module(self, name: str) -> nn.Module:
+        if name != SHORT_ROTARY:
+            return self.original
+        assert self.short is not None
+        return self.short
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
         """The index of the frequency at each place of the width, read from the module's own sine of position 1."""
@@ -243,6 +266,13 @@ class Seam:
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
         self._blocks = parents_of(model, attentions)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kind = parameters.get("rope_type")
+        # As Geometry has them.
+        self.short_positions: int | None = None
+        if kind == _LONGROPE:
+            self.short_positions = parameters["original_max_position_embeddings"]
+        self.is_endless = kind != _DYNAMIC
         specs = _read_layers(config, attentions, traits)
         self.layers, self.reads = stored_layers(specs)
         self._now = _Now()
@@ -373,7 +403,7 @@ class Seam:
 
 def _layer_type(rotary: str) -> str | None:
     """The argument with which the model's rotary module returns this table."""
-    return None if rotary == _DEFAULT_ROTARY else rotary
+    return None if rotary == ONE_ROTARY else rotary
 
 
 def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:
@@ -449,11 +479,37 @@ def check_config(config: PretrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
-    for name, rope in parameters.items() if _has_table_per_type(config) else [(_DEFAULT_ROTARY, parameters)]:
-        kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
-        if kind in _BATCH_DEPENDENT_ROTARY:
+    for name, rope in parameters.items() if _has_table_per_type(config) else [(ONE_ROTARY, parameters)]:
+        kind = (rope or {}).get("rope_type", ONE_ROTARY)
+        if kind in (_LONGROPE, _DYNAMIC) and name != ONE_ROTARY:
             raise ModelError(
-                f"rotary kind {kind!r} ({name}) changes with the longest sequence of a batch; it cannot be served yet"
+                f"rotary kind {kind!r} ({name}) changes with the length of a sequence; beside another table for other "
+                "layers it cannot be served yet"
+            )
+        if kind == _LONGROPE:
+            _check_longrope(config, rope)
+
+
+def _check_longrope(config: PretrainedConfig, rope: Mapping[str, Any]) -> None:
+    name, short = config.model_type, rope.get("original_max_position_embeddings")
+    if not isinstance(short, int) or not 0 < short <= config.max_position_embeddings:
+        raise ModelError(
+            f"{name!r}: longrope has original_max_position_embeddings {short!r}; it is a number of positions from 1 to "
+            f"max_position_embeddings, {config.max_position_embeddings}"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        factors = rope.get(key)
+        if (
+            not isinstance(factors, Sequence)
+            or len(factors) != pairs
+            or not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors)
+        ):
+            says = f"{len(factors)} numbers" if isinstance(factors, Sequence) else repr(factors)
+            raise ModelError(
+                f"{name!r}: longrope has a {key} of {says}; it is a positive number for each of the {pairs} pairs of "
+                "numbers of a head that are rotated"
             )
 
 
@@ -505,7 +561,7 @@ def _read_layers(
     for index, (attention, kind) in enumerate(zip(attentions, types, strict=True)):
         own = config.per_layer_config[index]
         window = _native_window(own, attention, kind)
-        rotary = kind if per_type else _DEFAULT_ROTARY
+        rotary = kind if per_type else ONE_ROTARY
         if traits is not None:
             trait = traits[index]
             if trait.reads is not None:
@@ -567,6 +623,21 @@ def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor
         return found
 
     return rotate
+
+
+def _tables_of(rotary: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """LongRoPE's module as two that stay as they are: for long histories, and for short ones."""
+    config: Any = rotary.config
+    short = config.rope_parameters["original_max_position_embeddings"]
+    tables = []
+    for length in (short + 1, short):
+        table: Any = copy.copy(rotary)
+        table._buffers = dict(rotary._buffers)
+        table.rope_type = "default"  # it is not to look for the longest sequence
+        frequencies = ROPE_INIT_FUNCTIONS[_LONGROPE](config, table.inv_freq.device, seq_len=length)[0]
+        table.inv_freq = table.original_inv_freq = frequencies
+        tables.append(table)
+    return tables[0], tables[1]
 
 
 def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> TokenRotary:
