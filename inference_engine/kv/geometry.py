@@ -114,11 +114,6 @@ def stored_layers(specs: Sequence[LayerSpec]) -> tuple[tuple[LayerGeometry, ...]
     return tuple(layers), tuple(reads)
 
 
-def rotates_alike(one: Geometry, other: Geometry) -> bool:
-    """Can keys of sessions of the one be read by those of the other?"""
-    return all(a.rotary == b.rotary for a, b in zip(one.layers, other.layers, strict=True))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:
     """What a model's layers keep, and the sizes everything is rounded to.
@@ -190,6 +185,10 @@ class Geometry:
                 replace(layer, rotary=SHORT_ROTARY) if layer.rotary == ONE_ROTARY else layer for layer in self.layers
             ),
         )
+
+    def rotates_as(self, other: Geometry) -> bool:
+        """Can sessions of the one read keys that those of the other have rotated?"""
+        return all(own.rotary == theirs.rotary for own, theirs in zip(self.layers, other.layers, strict=True))
 
     def in_long_segments(self) -> Geometry:
         """The same with segments as long as `segments_at_once` of them."""

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.context import DraftMemory, KVContext
-from inference_engine.kv.geometry import rotates_alike
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
@@ -499,7 +498,7 @@ class SessionKV:
 
     def kept_of(self, other: SessionKV, at: int) -> int:
         """Of so many of the first `at` positions this session can have the entries that `other` has kept."""
-        return other.kept(at) if rotates_alike(self.context.geometry, other.context.geometry) else 0
+        return other.kept(at) if self.context.geometry.rotates_as(other.context.geometry) else 0
 
     def copy_from(self, other: SessionKV, at: int) -> None:
         """Copy what `other`, which is idle, has `kept` of the first `at` positions into this empty session.

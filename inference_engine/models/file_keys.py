@@ -220,7 +220,7 @@ ROPE_KEYS = _keys(
     ("type", HONOURED, "the old name of the former"),
     ("rope_theta", HONOURED, "absent: the default of the class"),
     ("factor", HONOURED, "of all but `default`"),
-    ("original_max_position_embeddings", HONOURED, "of `yarn`, `llama3`, `longrope`; absent: `max_position_embeddings`"),
+    ("original_max_position_embeddings", HONOURED, "of `yarn`, `llama3`, `longrope`; absent: the trained positions"),
     ("attention_factor", HONOURED, "of `yarn` and `longrope`"),
     ("beta_fast beta_slow mscale mscale_all_dim truncate", HONOURED, "of `yarn`"),
     ("low_freq_factor high_freq_factor", HONOURED, "of `llama3`"),

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from inference_engine.config import EngineConfig
 from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import rotates_alike
 from inference_engine.kv.memory.allocation import allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.parts.shared_prefix import SharedPrefix
@@ -105,10 +104,9 @@ class Admission:
         tokens: the length of its history, if its memory grows with it; None: it gets all memory that it may need.
         Raises NoCapacity or QuotaExceeded; then no session was evicted or dropped.
         """
-        is_behind = parent is not None and rotates_alike(
-            parent.context.geometry, self._context.geometry.within(limit_tokens)
-        )
-        prefixes = self.shared(parent, kept_tokens) if parent is not None and is_behind else ()
+        prefixes: tuple[SharedPrefix, ...] = ()
+        if parent is not None and parent.context.geometry.rotates_as(self._context.geometry.within(limit_tokens)):
+            prefixes = self.shared(parent, kept_tokens)
         base, limit = prefixes[0].end if prefixes else 0, limit_tokens
         if tokens is not None and grows_with_history(strategy, self._context, limit_tokens):
             assert limit_tokens is not None

@@ -59,9 +59,8 @@ class MLXProgram:
         self.steps = steps = step_list(spec.config, spec.layers, names)
         self.dtype = dtype
         self._trained = spec.trained_positions
-        tables = {name: (table.frequencies, table.factor) for name, table in spec.rotaries.items()}
-        self._short = tables.pop(SHORT_ROTARY, None)
-        self._rotaries = tables
+        self._rotaries = {name: (table.frequencies, table.factor) for name, table in spec.rotaries.items()}
+        self._short = self._rotaries.pop(SHORT_ROTARY, None)
         limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
@@ -118,14 +117,13 @@ class MLXProgram:
     def _turns(self, name: str, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Cosines and sines [N, 1, turned / 2], as transformers has them: past the trained positions in float64."""
         angles, factor = self._rotaries[name]
-        if self._short is not None and (is_short := positions < 0).any():
-            angles = np.where(is_short[:, None], self._short[0], angles)
-            positions = np.where(is_short, ~positions, positions)
+        if self._short is not None:
+            angles = np.where(positions[:, None] < 0, self._short[0], angles)
+            positions = np.maximum(positions, ~positions)
         turns = positions.astype(np.float32)[:, None] * angles
         cos, sin = np.cos(turns), np.sin(turns)
         if (far := positions >= self._trained).any():
-            angles = np.broadcast_to(angles, turns.shape)[far].astype(np.float64)
-            exact = positions[far].astype(np.float64)[:, None] * angles
+            exact = positions[far].astype(np.float64)[:, None] * np.broadcast_to(angles, turns.shape)[far]
             cos[far], sin[far] = np.cos(exact), np.sin(exact)
         scale = np.float32(factor)
         return tuple(mx.array(part * scale).astype(self.dtype)[:, None] for part in (cos, sin))  # type: ignore[return-value]
