@@ -169,9 +169,7 @@ class StepGraphs:
         assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
-        return recorded.run(
-            padded(step.token_ids, size), padded(plan.rotary_positions, size), kept, numbers.all, fed=fed
-        )
+        return recorded.run(padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed)
 
 
 def _copy(taps: Tensor | None, step: Step) -> Tensor | None:

@@ -34,6 +34,11 @@ _TOKENS = 320  # attention kernels change their blocks at 192 and 768 queries, t
 def probe_quanta(seam: Seam) -> tuple[int, int]:
     """(token quantum, key quantum) that give bit-identical results. Raises BackendError if no candidate does."""
     device = next(seam.model.parameters()).device
+    if seam.states:
+        raise BackendError(
+            f"determinism=batch-invariant is not available for the model type {seam.model.config.model_type!r}: its "
+            "recurrent states are computed for as many tokens as a step has; start with determinism=off"
+        )
     for tokens in _TOKEN_QUANTA:
         if all(_product_agrees(product, tokens, device, seam.dtype) for product in _distinct_products(seam)):
             for keys in _KEY_QUANTA:

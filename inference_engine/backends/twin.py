@@ -40,8 +40,9 @@ from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, check_strategy
+from inference_engine.kv.views import Mixer
 from inference_engine.models.layer_traits import TRIAL, find_traits
-from inference_engine.models.seam import ATTENTION, Seam, check_config
+from inference_engine.models.seam import ATTENTION, Seam, check_config, layer_types
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,13 @@ _SMALL: dict[str, int] = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "top_k_experts": 2,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "block_ff_dim": 48,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "n_routed_experts": 4,
     "n_group": 1,
     "num_group": 1,
@@ -71,6 +79,13 @@ _SMALL: dict[str, int] = {
     "v_head_dim": 20,
 }
 _MOST_NUMBERS = 300_000_000  # parameters of a twin; more means that a family has a size under an unknown name
+# Of state space models: heads, the size of each and of its state, groups of heads, and all heads together.
+_STATE_SPACES = (
+    ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_ssm"),
+    ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "mamba_intermediate_size"),
+)
+_STATE_HEAD = 16
+_LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs")  # lists of layers with attention
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOISE = 0.1
 # Relative to the largest logit: different summation orders in float32.
@@ -319,11 +334,15 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
         # Lists with an item for each layer keep the items of the layers that stay.
         if isinstance(value, (list, tuple)) and len(value) == count and count > 1:
             changes[name] = [_SMALL.get(name, value[layer]) for layer in layers]
+    for name in _LAYER_NUMBERS:
+        if (numbers := getattr(text, name, None)) is not None:
+            changes[name] = [place for place, layer in enumerate(layers) if layer in numbers]
     for name in _SPECIAL_IDS:
         if getattr(text, name, None) is not None:
             changes[name] = 0 if name == "pad_token_id" else 1
     if shared := getattr(text, "num_kv_shared_layers", None):
         changes["num_kv_shared_layers"] = sum(layer >= count - shared for layer in layers)
+    changes |= _of_state_layers(text, changes["hidden_size"])
     in_all = {name: getattr(text, name, None) for attributes in own for name in attributes}
     for name, value in changes.items():
         # Some names are read-only properties of others that are changed here.
@@ -337,7 +356,6 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
             }
             for place, attributes in enumerate(own)
         }
-    _shrink_longrope(text, sizes.head_dim)
     for part in vars(small).values():
         # Other parts (a vision tower) become as small as possible: no token passes through them.
         if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
@@ -346,18 +364,19 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     return small
 
 
-def _shrink_longrope(config: PretrainedConfig, head_dim: int) -> None:
-    """Its factors are of each pair of numbers of a head; the twin's text is one of short histories."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return
-    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    for name in ("short_factor", "long_factor"):
-        factors = rope[name]
-        rope[name] = [factors[pair * len(factors) // pairs] for pair in range(pairs)]
-    rope["original_max_position_embeddings"] = 2 * _LENGTH
-    if hasattr(config, "original_max_position_embeddings"):
-        config.original_max_position_embeddings = 2 * _LENGTH
+def _of_state_layers(config: PretrainedConfig, hidden: int) -> dict[str, int]:
+    """Sizes of layers with a recurrent state, with as few heads as show how many of them share keys, or are a group."""
+    sizes: dict[str, int] = {}
+    keys, values = (getattr(config, f"linear_num_{name}_heads", None) for name in ("key", "value"))
+    if keys and values:
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * max(1, values // keys)}
+    for heads, size, state, groups, inner in _STATE_SPACES:
+        if getattr(config, heads, None):
+            width = hidden * (getattr(config, "mamba_expand", None) or getattr(config, "expand", None) or 2)
+            sizes |= {heads: width // _STATE_HEAD, size: _STATE_HEAD, state: 16}
+            sizes |= {groups: min(2, getattr(config, groups, None) or 1)}
+            sizes |= {inner: width} if getattr(config, inner, None) else {}
+    return sizes
 
 
 def _attributes_of_layer(config: PretrainedConfig, layer: int) -> dict[str, Any]:
@@ -378,6 +397,7 @@ def representative_layers(config: PretrainedConfig, traits: Sequence[LayerTraits
     count = len(traits)
     by_layer = [value for value in vars(config).values() if isinstance(value, (list, tuple)) and len(value) == count]
     dense = getattr(config, "first_k_dense_replace", None) or 0  # layers before the first with experts
+    by_layer.append(layer_types(config))  # some families work it out
     sorts = [(trait, index < dense, *(str(value[index]) for value in by_layer)) for index, trait in enumerate(traits)]
     first = {*(sorts.index(sort) for sort in dict.fromkeys(sorts)), *range(min(2, count))}
     return sorted(first | {read for layer in first if (read := traits[layer].reads) is not None})
@@ -500,11 +520,10 @@ def _expected(twin: Twin, strategy: KVStrategy) -> Tensor:
             for rule, layer in zip(rules, twin.geometry.layers, strict=True)
         ]
     )
-    is_long = twin.geometry.within(_LENGTH) is twin.geometry
     with torch.inference_mode(), twin.seam.attending(plan, plan.positions):
         out = twin.seam.model(
             input_ids=torch.from_numpy(twin.text[plan.tokens])[None],
-            position_ids=torch.from_numpy(plan.positions if is_long else ~plan.positions)[None],
+            position_ids=torch.from_numpy(plan.positions)[None],
             use_cache=False,
         )
     logits: Tensor = out.logits[0, :_LENGTH].float()
@@ -563,6 +582,10 @@ class _PlainPlan:
             weights = scores.softmax(-1)[..., : len(sources)]
             out[segment] = (weights @ own_values[:, self.tokens[sources]]).transpose(0, 1)
         return out[self.tokens][None]
+
+    def mix(self, _layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """The text as one sequence; a moved copy gets the output of its token."""
+        return mixer(hidden[:, :_LENGTH], None)[0][:, self.tokens]
 
     def _segments(self, layout: Layout) -> Iterator[tuple[slice, NDArray[np.int64], NDArray[np.bool_]]]:
         """For each segment: its queries, the token that each position's key is read from, and the attention mask."""

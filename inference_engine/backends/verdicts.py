@@ -49,6 +49,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PACKAGES = ("torch", "transformers", "huggingface_hub", "numpy")
+# Kernels that transformers runs layers with, where it finds them installed.
+_OPTIONAL_PACKAGES = ("kernels", "flash-linear-attention", "fla-core", "causal-conv1d", "mamba-ssm")
 BROUGHT = Path(__file__).with_name("known_verdicts.json")
 _ROOT = Path(__file__).resolve().parent.parent
 _MOST_BYTES = 2**24
@@ -177,6 +179,9 @@ def _installed() -> str | None:
         packages = [importlib.metadata.distribution(package) for package in _PACKAGES]
     except importlib.metadata.PackageNotFoundError:
         return None
+    for package in _OPTIONAL_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages.append(importlib.metadata.distribution(package))
     for found in (*packages, *plugin_distributions()):
         listed, origin = found.read_text("RECORD"), found.read_text("direct_url.json")
         # The list has a digest of every file, unless they are edited where they lie.

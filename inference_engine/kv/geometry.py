@@ -6,6 +6,7 @@ options of strategies, taps of drafters and messages number the model's.
 
     layer of the model     0  1  2  3  4  5  6  7
     Geometry.reads         0  1  2  3  2  2  2  3      layers 4 to 7 read what 2 and 3 keep: four stored layers
+    of a hybrid model      –  –  –  0  –  –  –  1      two stored layers; the others keep a state, in Geometry.states
 """
 
 from __future__ import annotations
@@ -18,9 +19,6 @@ from inference_engine.errors import ConfigError
 
 # Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
 SEGMENTS_IN_A_CHUNK = 4
-# The table of a model that has one for all layers; and, of a model that has another for short histories, that one.
-ONE_ROTARY = "default"
-SHORT_ROTARY = "short"
 # In the place of a rotation table's name: the layer's keys do not depend on the position …
 UNROTATED = "unrotated"
 # … or they do, but cannot be moved to another position, for example because they are normed after rotation.
@@ -31,8 +29,8 @@ IMMOVABLE = "immovable"
 class LayerTraits:
     """The result of testing a layer.
 
-    rotary: the table that rotates its keys, UNROTATED or IMMOVABLE. is_windowed: does it have a sliding window?
-    reads: the earlier layer of the model whose entries its queries read; None: its own.
+    rotary: the table that rotates its keys, UNROTATED (so is a layer without keys) or IMMOVABLE. is_windowed: does it
+    have a sliding window? reads: the earlier layer of the model whose entries its queries read; None: its own.
     """
 
     rotary: str
@@ -77,7 +75,7 @@ class LayerGeometry:
     value_dim: int = 0  # 0: as head_dim
     value_in_key: bool = False
     native_window: int | None = None
-    rotary: str = ONE_ROTARY
+    rotary: str = "default"
     entry: EntryShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -97,21 +95,73 @@ class ReadsLayer:
     layer: int
 
 
-# What a layer of the model keeps of a token, or whose entries it reads.
-LayerSpec = LayerGeometry | ReadsLayer
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a recurrent state. dtype: as torch names it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
 
 
-def stored_layers(specs: Sequence[LayerSpec]) -> tuple[tuple[LayerGeometry, ...], tuple[int, ...]]:
-    """The layers that keep entries, and by layer of the model the index of the one whose entries it reads."""
-    layers: list[LayerGeometry] = []
-    reads: list[int] = []
-    for spec in specs:
-        if isinstance(spec, ReadsLayer):
-            reads.append(reads[spec.layer])
-        else:
-            reads.append(len(layers))
-            layers.append(spec)
-    return tuple(layers), tuple(reads)
+@dataclass(frozen=True, slots=True)
+class Recurrent:
+    """What a layer keeps of the whole history, however long: the state of linear attention or of a state space model,
+    the last inputs of a convolution. `kv/parts/recurrent.py` holds it."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Of a layer with attention and a recurrent state side by side (Falcon-H1)."""
+
+    attention: LayerGeometry | ReadsLayer
+    state: Recurrent
+
+
+@dataclass(frozen=True, slots=True)
+class KeepsNothing:
+    """Of a layer that sees each token alone, such as a feed-forward block that counts as a layer (Nemotron-H)."""
+
+
+# What a layer of the model keeps, or whose entries it reads.
+LayerSpec = LayerGeometry | ReadsLayer | Recurrent | Beside | KeepsNothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredLayers:
+    """layers: those that keep entries. By layer of the model, reads: the index of the one whose entries its queries
+    read, None without attention; states: its recurrent state; () if no layer has one."""
+
+    layers: tuple[LayerGeometry, ...]
+    reads: tuple[int | None, ...]
+    states: tuple[Recurrent | None, ...]
+
+    @staticmethod
+    def of(specs: Sequence[LayerSpec]) -> StoredLayers:
+        layers: list[LayerGeometry] = []
+        reads: list[int | None] = []
+        states: list[Recurrent | None] = []
+        for spec in specs:
+            attention = spec.attention if isinstance(spec, Beside) else spec
+            if isinstance(attention, ReadsLayer):
+                reads.append(reads[attention.layer])
+            elif isinstance(attention, LayerGeometry):
+                reads.append(len(layers))
+                layers.append(attention)
+            else:
+                reads.append(None)
+            states.append(spec.state if isinstance(spec, Beside) else spec if isinstance(spec, Recurrent) else None)
+        return StoredLayers(layers=tuple(layers), reads=tuple(reads), states=tuple(states) if any(states) else ())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +169,7 @@ class Geometry:
     """What a model's layers keep, and the sizes everything is rounded to.
 
     layers: those that keep entries. reads: by layer of the model, the one whose entries its queries read; None: none.
-    By default each layer reads its own.
+    By default each layer reads its own. states: by layer of the model, its recurrent state; () if no layer has one.
     page_tokens: unit of allocation. segment_tokens: positions that are prefilled and evicted together.
     token_quantum, key_quantum: what tokens and keys of a forward are padded to; 1 means no padding.
     opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
@@ -131,17 +181,13 @@ class Geometry:
     joins_segments: may appended tokens of two segments share a step, where they read old entries chunk by chunk? These
     are then restored once for both (`kv/parts/streamed.py`).
     holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
-    short_positions: a session of at most so many positions rotates by a table of its own, SHORT_ROTARY in place of
-    ONE_ROTARY (LongRoPE, Ding et al. 2024, section 3.3); None: one table serves all. Rotated keys of the two cannot be
-    read together, so a session's limit chooses, not its length. is_endless: can positions lie past the trained ones?
     """
 
     layers: tuple[LayerGeometry, ...]
     reads: tuple[int | None, ...] = ()
+    states: tuple[Recurrent | None, ...] = ()
     itemsize: int
     trained_positions: int
-    short_positions: int | None = None
-    is_endless: bool = True
     page_tokens: int = 16
     segment_tokens: int = 256
     token_quantum: int = 1
@@ -175,21 +221,6 @@ class Geometry:
         """The stored layers whose entries these layers of the model read."""
         return frozenset(read for read in (self.reads[number] for number in numbers) if read is not None)
 
-    def within(self, limit_tokens: int | None) -> Geometry:
-        """Of sessions with this limit: their layers name the table that they rotate by."""
-        if self.short_positions is None or limit_tokens is None or limit_tokens > self.short_positions:
-            return self
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, rotary=SHORT_ROTARY) if layer.rotary == ONE_ROTARY else layer for layer in self.layers
-            ),
-        )
-
-    def rotates_as(self, other: Geometry) -> bool:
-        """Can sessions of the one read keys that those of the other have rotated?"""
-        return all(own.rotary == theirs.rotary for own, theirs in zip(self.layers, other.layers, strict=True))
-
     def in_long_segments(self) -> Geometry:
         """The same with segments as long as `segments_at_once` of them."""
         if self.segments_at_once == 1:
@@ -200,6 +231,11 @@ class Geometry:
     def entry_bytes(self) -> int:
         """Bytes of one position in all layers."""
         return sum(layer.entry_bytes(self.itemsize) for layer in self.layers)
+
+    @property
+    def state_layers(self) -> dict[int, Recurrent]:
+        """The recurrent states of the layers of the model that have one, by their numbers."""
+        return {number: state for number, state in enumerate(self.states) if state is not None}
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

@@ -32,12 +32,13 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.parts.recurrent import MOST_REJECTED, RecurrentStates
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
 from inference_engine.kv.strategy import (
     KVStrategy,
     Placement,
     bound_of,
-    draft_bytes,
+    bytes_apart,
     grows_with_history,
     no_address_space,
     no_capacity,
@@ -73,7 +74,7 @@ class SessionKV:
         is_dropped: begin as `drop` leaves a session, without memory.
         """
         self.strategy = strategy
-        self.context = context = context.of(strategy.geometry(context.geometry).within(limit_tokens))
+        self.context = context = context.of(strategy.geometry(context.geometry))
         self.limit_tokens = limit_tokens
         self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
@@ -87,6 +88,7 @@ class SessionKV:
         self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
+        self.states: RecurrentStates | None = None  # one of the parts, if layers of the model have recurrent states
         self._resident: tuple[LayerEntries, ...] = ()  # the parts whose entries are not archived
         self._archived: tuple[ArchivedEntries, ...] = ()  # the part that archives and restores old entries, if any
         self._replayed: int | None = None  # while entries are recomputed: up to which position
@@ -199,8 +201,8 @@ class SessionKV:
 
     @property
     def _granted_kv_bytes(self) -> int:
-        """Bytes granted, without those of the drafter, which are reserved separately."""
-        return self._granted.sustained_bytes - draft_bytes(self.context)
+        """Bytes granted, without those of the states and of the drafter, which are reserved separately."""
+        return self._granted.sustained_bytes - bytes_apart(self.context, self._plan)
 
     def _note_grants(self) -> None:
         """Divide the grant among the allocations, which may outlive the session."""
@@ -285,10 +287,11 @@ class SessionKV:
         to copy them.
 
         Entries are shared only if all of them stay in place unchanged and the order of summation is free. A short
-        history is copied: that is cheaper than reading one more piece. Nothing is borrowed yet.
+        history is copied: that is cheaper than reading one more piece. So is one with recurrent states, which have to
+        be where entries end. Nothing is borrowed yet.
         """
         geometry, until = self.context.geometry, min(at, self.length)
-        if not until or not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
+        if not until or not self.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
         borrowed = tuple(prefix.until(until) for prefix in self._prefixes)
         lent = [prefix.pieces for prefix in borrowed] or [() for _ in self._plan.resident]
@@ -301,8 +304,8 @@ class SessionKV:
     def kept(self, at: int) -> int:
         """How many of the first `at` positions have the entries that they would have if the history ended there.
 
-        All that are committed, or about to be copied; or, where entries have left since that it would have, those of a
-        shared prefix alone.
+        All that are committed, or about to be copied; or, where entries have left since that it would have, or a
+        recurrent state has gone on, those of a shared prefix alone.
         """
         held = max(self.length, self.coming)
         length = min(at, held)
@@ -339,8 +342,8 @@ class SessionKV:
 
     @property
     def keeps_every_entry(self) -> bool:
-        """Do entries stay where they are, unchanged, as long as the session has them?"""
-        return self._plan.keeps_every_entry
+        """Do entries stay where they are, unchanged, as long as the session has them, and nothing else is needed?"""
+        return self._plan.keeps_every_entry and not self.context.geometry.states
 
     @property
     def can_be_copied(self) -> bool:
@@ -383,6 +386,11 @@ class SessionKV:
             assert isinstance(archived, ArchivedEntries)
             self.parts += (archived,)
             self._archived = (archived,)
+        if context.geometry.states:
+            self.states = RecurrentStates.reserve(context, replays=plan.restorer.replays)
+            if self.states is None:
+                return False
+            self.parts += (self.states,)
         if context.draft_memories.demands(context.geometry):
             self.draft_memory = context.draft_memories.open(context)
             if self.draft_memory is None:
@@ -496,19 +504,14 @@ class SessionKV:
             for part in self.parts:
                 stack.callback(part.forget, floor, length)
 
-    def kept_of(self, other: SessionKV, at: int) -> int:
-        """Of so many of the first `at` positions this session can have the entries that `other` has kept."""
-        return other.kept(at) if self.context.geometry.rotates_as(other.context.geometry) else 0
-
     def copy_from(self, other: SessionKV, at: int) -> None:
         """Copy what `other`, which is idle, has `kept` of the first `at` positions into this empty session.
 
-        `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied, and none at all
-        where its keys are turned otherwise. Raises OSError if the second tier cannot store its part; after that, only
-        `forget` can be called.
+        `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied. Raises OSError
+        if the second tier cannot store its part; after that, only `forget` can be called.
         """
         assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
-        length, self.coming = self.kept_of(other, at), 0
+        length, self.coming = other.kept(at), 0
         if length <= self.base or other.is_dropped:
             return
         for part, theirs in zip(self.parts, other.parts, strict=True):
@@ -656,6 +659,15 @@ class SessionKV:
                 archived.end_replay(length, self.length)
             self._replayed = None
 
+    def keepable(self, count: int) -> int:
+        """How many of the staged positions a commit can keep if it rejects the last ones: `count`, or none of them."""
+        return count if self.states is None else self.states.keepable(count)
+
+    @property
+    def most_rejected(self) -> int:
+        """The most staged positions that a commit may reject beside others that it keeps."""
+        return sys.maxsize if self.states is None else MOST_REJECTED
+
     def discard_staged(self) -> None:
         """Take back what is staged, if anything is: no trace of it is left."""
         if self.staged:
@@ -673,7 +685,8 @@ class SessionKV:
     def release(self) -> None:
         """Give all memory back; a part that fails does not stop the others. Safe to call twice."""
         parts, self.parts = self.parts, ()
-        self._resident, self._archived, self._tables, self.draft_memory = (), (), (), None
+        self._resident, self._archived, self._tables = (), (), ()
+        self.states, self.draft_memory = None, None
         prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
         granted, self._granted_apart = self._granted_apart, 0
@@ -692,8 +705,8 @@ class SessionKV:
     # -- facts ------------------------------------------------------------------------------------------------------
 
     def footprint(self) -> Footprint:
-        """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the
-        archive, the regions of an active session, a drafter's memory, and blocks fetched from the second tier."""
+        """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the archive, the regions of
+        an active session, recurrent states, a drafter's memory, and blocks fetched from the second tier."""
         end = self.next_position + self.staged
         pages = -(-(end - self.base) // self.context.geometry.opening_tokens)
         if self._quiet_footprint is not None and self._quiet_footprint[0] == pages:

@@ -20,6 +20,7 @@ from inference_engine.kv.memory.allocation import allocation_bytes
 from inference_engine.kv.memory.pool import Demand
 from inference_engine.kv.part import Need
 from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.kv.parts.recurrent import RecurrentStates
 from inference_engine.types import Bound
 
 if TYPE_CHECKING:
@@ -270,13 +271,6 @@ class KVStrategy(ABC):
 def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
     strategy.check(geometry)
-    if not geometry.is_endless and strategy.length_limit(geometry) is None:
-        raise InvalidArgument(
-            "strategy",
-            f"{strategy} serves histories of any length; the rotation of this model is another one beyond "
-            f"{geometry.trained_positions} positions. full and sink_window can be used",
-            trained_positions=geometry.trained_positions,
-        )
     fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
     uneven = {index for index, layer in enumerate(geometry.layers) if not layer.entry.is_even}
     if not fixed and not uneven:
@@ -373,13 +367,13 @@ def no_address_space(nbytes: int) -> NoCapacity:
 
 
 def bound_of(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, *, base: int = 0) -> Bound:
-    """Bytes that a session may hold: its entries by its strategy, and the drafter's memory of it.
+    """Bytes that a session may hold: its entries by its strategy, recurrent states, and the drafter's memory of it.
 
     base: positions at its start that lie in a shared prefix.
     """
-    entries = placed(strategy, context, limit_tokens, base).bound(strategy.geometry(context.geometry))
-    draft = draft_bytes(context)
-    return replace(entries, sustained_bytes=entries.sustained_bytes + draft, peak_bytes=entries.peak_bytes + draft)
+    plan = placed(strategy, context, limit_tokens, base)
+    entries, apart = plan.bound(strategy.geometry(context.geometry)), bytes_apart(context, plan)
+    return replace(entries, sustained_bytes=entries.sustained_bytes + apart, peak_bytes=entries.peak_bytes + apart)
 
 
 def demands_of(
@@ -391,11 +385,17 @@ def demands_of(
 
 
 def placement_demands(context: KVContext, plan: Placement) -> tuple[Demand, ...]:
-    return plan.need(context.geometry).demands + context.draft_memories.demands(context.geometry)
+    return plan.need(context.geometry).demands + _demands_apart(context, plan)
 
 
-def draft_bytes(context: KVContext) -> int:
-    return allocation_bytes(context.draft_memories.demands(context.geometry), itemsize=context.geometry.itemsize)
+def _demands_apart(context: KVContext, plan: Placement) -> tuple[Demand, ...]:
+    """Whatever the strategy keeps, and however long the history is: recurrent states, and the drafter's memory."""
+    states = RecurrentStates.demands(context.geometry, replays=plan.restorer.replays)
+    return states + context.draft_memories.demands(context.geometry)
+
+
+def bytes_apart(context: KVContext, plan: Placement) -> int:
+    return allocation_bytes(_demands_apart(context, plan), itemsize=context.geometry.itemsize)
 
 
 def placed(strategy: KVStrategy, context: KVContext, limit_tokens: int | None, base: int) -> Placement:

@@ -1,4 +1,4 @@
-"""How one session's queries of a step read its entries, in one set of layers.
+"""How one session's queries of a step read its entries, in one set of layers; and what a layer with a state gives.
 
 Where the device has an operation for it, they read by plan numbers (`kv/numbers.py`). Otherwise they read by a view,
 which is made once a step, on the host, and then read layer after layer. A view holds no session. The views of a
@@ -7,7 +7,7 @@ mechanism lie beside it in `parts/`; those here read every entry, in regions or 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,11 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import StepNumbers
+
+# A layer's recurrent state, as `Recurrent` in `geometry.py` describes it.
+State = tuple[Tensor, ...]
+# mixer(hidden [1, n, H], state before or None) -> (output [1, n, H], state after); the state before stays as it is.
+Mixer = Callable[[Tensor, State | None], tuple[Tensor, State]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,12 @@
 
 A layer that gives attention the very keys that an earlier one gave reads the entries of that layer.
 
-In this test each token attends only to itself. Attention then returns its own value, at any position, so equal tokens
-enter every layer with equal states, and a difference between their keys comes from the position. Some families change
-keys after rotation (a norm with weights), or rotate in some layers only; their configurations do not say so.
+A layer without attention is UNROTATED: it has no keys.
+
+In this test each token attends only to itself, and layers with a recurrent state give zeros. Attention then returns its
+own value, at any position, so equal tokens enter every layer with equal states, and a difference between their keys
+comes from the position. Some families change keys after rotation (a norm with weights), or rotate in some layers only;
+their configurations do not say so.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from transformers import AttentionInterface
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
+from inference_engine.kv.views import Mixer
 from inference_engine.models.seam import Seam, form_of
 
 TRIAL = "kakeya_trial"
@@ -94,25 +98,35 @@ def find_traits(seam: Seam) -> tuple[LayerTraits, ...]:
     tokens = torch.randint(1, vocabulary, (_TOKENS,))
     half = seam.trained_positions // 2
     before, shifts = torch.randint(0, half, (_TOKENS,)), torch.randint(1, half, (_TOKENS,))
-    with torch.inference_mode(), watched(model) as seen:
-        model(
-            input_ids=torch.cat([tokens, tokens])[None],
-            position_ids=torch.cat([before, before + shifts])[None],
-            use_cache=False,
-        )
-    if missing := sorted(set(range(len(seam.layers))) - set(seen.keys)):
+    positions = torch.cat([before, before + shifts])
+    with torch.inference_mode(), watched(model) as seen, seam.attending(_NoStates(), positions.numpy()):
+        model(input_ids=torch.cat([tokens, tokens])[None], position_ids=positions[None], use_cache=False)
+    attending = [number for number, read in enumerate(seam.reads) if read is not None]
+    if missing := sorted(set(attending) - set(seen.keys)):
         raise ModelError(
             f"{type(model).__name__} does not attend through the function that transformers lets us register, in "
-            f"{len(missing)} of its {len(seam.layers)} layers; it cannot be served"
+            f"{len(missing)} of its {len(attending)} layers; it cannot be served"
         )
     return tuple(
-        LayerTraits(
-            rotary=_rotary(seam, layer.rotary, shifts, seen.queries[index], seen.keys[index]),
-            is_windowed=seen.windows[index] is not None,
-            reads=seen.reads[index],
+        LayerTraits(rotary=UNROTATED, is_windowed=False)
+        if read is None
+        else LayerTraits(
+            rotary=_rotary(seam, seam.layers[read].rotary, shifts, seen.queries[number], seen.keys[number]),
+            is_windowed=seen.windows[number] is not None,
+            reads=seen.reads[number],
         )
-        for index, layer in enumerate(seam.layers)
+        for number, read in enumerate(seam.reads)
     )
+
+
+class _NoStates:
+    """The plan of the test: TRIAL attends without one."""
+
+    def attend(self, *_: Any, **__: Any) -> Tensor:
+        raise AssertionError("the model has another attention")
+
+    def mix(self, _layer: int, _mixer: Mixer, hidden: Tensor) -> Tensor:
+        return torch.zeros_like(hidden)
 
 
 def _rotary(seam: Seam, declared: str, shifts: Tensor, queries: Tensor, keys: Tensor) -> str:

@@ -12,9 +12,7 @@ small twin (`models/layer_traits.py`).
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -28,20 +26,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import (
     IMMOVABLE,
-    ONE_ROTARY,
-    SHORT_ROTARY,
     UNROTATED,
+    Beside,
+    KeepsNothing,
     LayerGeometry,
     LayerSpec,
     LayerTraits,
     ReadsLayer,
-    stored_layers,
+    StoredLayers,
 )
+from inference_engine.kv.views import Mixer
 from inference_engine.models.latent_attention import (
     AsGiven,
     EntryForm,
@@ -50,14 +48,28 @@ from inference_engine.models.latent_attention import (
     entry_form,
     is_latent,
 )
+from inference_engine.models.mixers import SessionMixer, is_mixer, refuse_keywords, take_mixers
 
 ATTENTION = "kakeya"
 
-# Keywords of transformers that have no effect here; any other that is set is refused.
-WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_causal"}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_STATE_TYPES = {"linear_attention", "conv"}
+_BOTH_TYPES = {"hybrid"}  # attention and a recurrent state side by side
+_PLAIN_TYPES = {"mlp", "moe"}  # feed-forward blocks that count as layers
+_LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | _BOTH_TYPES | _PLAIN_TYPES
+# Their table depends on the longest sequence seen so far.
+_BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
+_DEFAULT_ROTARY = "default"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_LONGROPE, _DYNAMIC = "longrope", "dynamic"
+_ROTARY_MODULES = ("rotary_emb", "pos_emb")
+# Names in configurations: widths of convolutions over tokens, and heads with what they are multiples of.
+_CONVOLUTIONS = ("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel")
+_WIDEST_CONVOLUTION = 256
+_DIVIDED = (
+    ("linear_num_value_heads", "linear_num_key_heads"),
+    ("mamba_n_heads", "mamba_n_groups"),
+    ("mamba_num_heads", "n_groups"),
+)
 _MOST_TURNS = 16  # cached pairs of cosines and sines, each for at most a chunk of entries
 
 
@@ -77,11 +89,14 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """layer: a stored one. keys, values: None where an earlier layer of the model has written them."""
 
+    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
+        """layer: of the model, with a recurrent state."""
+
 
 class _Now(threading.local):
     """The step that runs on this thread: several engines may run one model.
 
-    Every attention layer and the model's rotary module hold a reference to it.
+    Every layer that keeps something and the model's rotary module hold a reference to it.
     """
 
     plan: AttentionPlan | None = None
@@ -126,10 +141,7 @@ def _attend(
     """query, key, value [1, H, N, D], query and key rotated; returns ([1, N, Hq, D], None)."""
     if attention_mask is not None or dropout:
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
-    for name, given in others.items():
-        if given is not None and given is not False and name not in WITHOUT_EFFECT:
-            says = f"{name}={given!r}" if isinstance(given, bool | int | float | str) else name  # arrays say nothing
-            raise ModelError(f"{type(module).__name__} passes {says} to attention, which cannot be honoured")
+    refuse_keywords(module, others, "attention")
     place = cast("_Place", module._kakeya_place)
     layer, geometry, plan = place.number, place.geometry, place.now.plan
     assert plan is not None, "a forward runs within Seam.attending"
@@ -170,18 +182,13 @@ class TokenRotary(nn.Module):
 
     Past the trained positions the angle is computed in float64, so that endless sessions keep exact distances: in
     float32 the fastest angle is off by 0.06 at a million positions.
-
-    transformers' module of LongRoPE takes the table of the longest sequence of a batch, which would change the keys of
-    its neighbours, and of a session that grows. Here are two modules, one for each table; ~position asks for the short.
     """
 
     def __init__(self, original: nn.Module, trained_positions: int, now: _Now) -> None:
         super().__init__()
         self.original = original
-        self.short: nn.Module | None = None
-        if getattr(original, "rope_type", None) == _LONGROPE:
-            self.original, self.short = _tables_of(original)
         self.trained_positions = trained_positions
+        self.layer_types = getattr(original, "layer_types", None)  # some models ask
         self._now = now
         self._is_complex = False
 
@@ -195,15 +202,9 @@ class TokenRotary(nn.Module):
 
     def parts(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, [1, N, d]."""
-        cos, sin = self._of_table(x, position_ids, layer_type or ONE_ROTARY)
-        if self.short is None or layer_type is not None:
-            return cos, sin
-        is_short = (position_ids < 0)[..., None]
-        short_cos, short_sin = self._of_table(x, ~position_ids, SHORT_ROTARY)
-        return torch.where(is_short, short_cos, cos), torch.where(is_short, short_sin, sin)
-
-    def _of_table(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        name = layer_type or _DEFAULT_ROTARY
         cos, sin = self._own(x, position_ids, name)
+        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # where text and pictures have their own
         if not self._now.is_beyond_trained:
             return cos, sin
         frequencies, factor = self.frequencies(name)
@@ -217,9 +218,8 @@ class TokenRotary(nn.Module):
 
     def frequencies(self, name: str) -> tuple[Tensor, float]:
         """The angle per position of each pair of numbers, float32 [d / 2], and the factor of cos and sin."""
-        prefix = "" if name in (ONE_ROTARY, SHORT_ROTARY) else f"{name}_"
-        module = self._module(name)
-        return getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
+        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
+        return getattr(self.original, f"{prefix}inv_freq"), getattr(self.original, f"{prefix}attention_scaling")
 
     def scale(self, name: str, device: torch.device) -> float:
         """The factor of cos and sin: the cosine of position 0."""
@@ -227,16 +227,10 @@ class TokenRotary(nn.Module):
         return float(self._own(torch.zeros((), device=device), first, name)[0][0, 0, 0])
 
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        arguments = (x, position_ids) if name in (ONE_ROTARY, SHORT_ROTARY) else (x, position_ids, name)
-        found: Tensor | tuple[Tensor, Tensor] = self._module(name)(*arguments)
+        arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
+        found: Tensor | tuple[Tensor, Tensor] = self.original(*arguments)
         self._is_complex = isinstance(found, Tensor)
         return (found.real, found.imag) if isinstance(found, Tensor) else found
-
-    def _module(self, name: str) -> nn.Module:
-        if name != SHORT_ROTARY:
-            return self.original
-        assert self.short is not None
-        return self.short
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
         """The index of the frequency at each place of the width, read from the module's own sine of position 1."""
@@ -252,7 +246,7 @@ class TokenRotary(nn.Module):
 class Seam:
     """One model taken over: its layers' geometry and its rotation. Raises ModelError for an unsupported model.
 
-    layers, reads: as Geometry has them.
+    layers, reads, states: as Geometry has them.
     """
 
     def __init__(self, model: PreTrainedModel, traits: Sequence[LayerTraits] | None = None) -> None:
@@ -261,32 +255,38 @@ class Seam:
         self.model = model
         self.dtype: torch.dtype = model.dtype
         self.trained_positions: int = config.max_position_embeddings
-        attentions = _attention_modules(model, config)
-        absorb_projections(model)
-        # Logits that join the softmax of a head, one for each (gpt-oss).
-        self.has_head_sinks = any(getattr(attention, "sinks", None) is not None for attention in attentions)
-        self._blocks = parents_of(model, attentions)
-        parameters = getattr(config, "rope_parameters", None) or {}
-        kind = parameters.get("rope_type")
-        # As Geometry has them.
-        self.short_positions: int | None = None
-        if kind == _LONGROPE:
-            self.short_positions = parameters["original_max_position_embeddings"]
-        self.is_endless = kind != _DYNAMIC
-        specs = _read_layers(config, attentions, traits)
-        self.layers, self.reads = stored_layers(specs)
+        check_config(config)
+        kinds = layer_types(config)
         self._now = _Now()
-        for number, (attention, spec, stored) in enumerate(zip(attentions, specs, self.reads, strict=True)):
+        attentions = _attention_modules(model, kinds)
+        absorb_projections(model)
+        self._blocks = _blocks(model, kinds, attentions)
+        mixers = take_mixers(
+            model, config, [number for number, kind in enumerate(kinds) if _has_state(kind)], self._now
+        )
+        # Logits that join the softmax of a head, one for each (gpt-oss).
+        self.has_head_sinks = any(getattr(each, "sinks", None) is not None for each in attentions.values())
+        specs = _read_layers(config, attentions, mixers, traits)
+        stored = StoredLayers.of(specs)
+        self.layers, self.reads, self.states = stored.layers, stored.reads, stored.states
+        for number, attention in attentions.items():
+            spec, read = specs[number], self.reads[number]
+            assert read is not None
             attention.__dict__["_kakeya_place"] = _Place(
                 now=self._now,
                 number=number,
-                stored=stored,
-                keeps=not isinstance(spec, ReadsLayer),
-                geometry=self.layers[stored],
+                stored=read,
+                keeps=not isinstance(spec.attention if isinstance(spec, Beside) else spec, ReadsLayer),
+                geometry=self.layers[read],
                 form=entry_form(attention),
             )
-        self._apply = _rotation_function(attentions[0])
-        self._rotary = _replace_rotary(model, self.trained_positions, self._now)
+        self._apply = _rotation_function(next(iter(attentions.values())))
+        # Without a rotary module, layers with a state know the order of tokens, and attention does not.
+        self._rotary = _replace_rotary(model, self.trained_positions, self._now, is_needed=not self.states)
+        if self._rotary is None and traits is not None and any(each.rotary != UNROTATED for each in self.layers):
+            raise ModelError(
+                f"{type(model).__name__} changes its keys by their positions, and no rotary module is found in it"
+            )
         self._rotary_scales: dict[str, float] = {}
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
         # By table: how many numbers of a key come before those that it turns.
@@ -314,7 +314,7 @@ class Seam:
     @property
     def can_rotate(self) -> bool:
         """Does the model have a function to rotate keys with?"""
-        return self._apply is not None
+        return self._apply is not None and self._rotary is not None
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Rotated keys [H, n, D], moved by `shifts` [n] positions (negative: back).
@@ -339,7 +339,7 @@ class Seam:
 
     def turns(self, like: Tensor, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
         """The cosines and sines [N, d] that tokens at `positions` [N] are rotated by, in the dtype of `like`."""
-        cos, sin = self._rotary.parts(like, positions[None], _layer_type(name))
+        cos, sin = self._table.parts(like, positions[None], _layer_type(name))
         return cos[0], sin[0]
 
     def turns_to(self, positions: range, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,7 @@ class Seam:
 
     def rotary_frequencies(self, name: str) -> tuple[NDArray[np.float32], float]:
         """A rotation table: the angle per position of each pair of numbers [d / 2], and the factor of cos and sin."""
-        frequencies, factor = self._rotary.frequencies(name)
+        frequencies, factor = self._table.frequencies(name)
         return frequencies.float().cpu().numpy(), float(factor)
 
     @cached_property
@@ -385,40 +385,65 @@ class Seam:
     def _moving(self, like: Tensor, by: Tensor, name: str, *, is_beyond_trained: bool) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [1, n, d], of shifts [n], none of them negative."""
         self._now.is_beyond_trained = is_beyond_trained
-        cos, sin = self._rotary.parts(like, by[None], _layer_type(name))
+        cos, sin = self._table.parts(like, by[None], _layer_type(name))
         if (scale := self._rotary_scale(name)) != 1.0:
             cos, sin = cos / scale, sin / scale
         return cos, sin
 
     def _rotary_device(self, name: str) -> torch.device:
         """Where the table is: the weights may be elsewhere, or nowhere."""
-        return self._rotary.frequencies(name)[0].device
+        return self._table.frequencies(name)[0].device
+
+    @property
+    def _table(self) -> TokenRotary:
+        assert self._rotary is not None, "a model without a table has layers that are UNROTATED"
+        return self._rotary
 
     def _rotary_scale(self, name: str) -> float:
         """The factor of cos and sin in some rotary kinds (yarn): keys that were rotated once already have it."""
         if name not in self._rotary_scales:
-            self._rotary_scales[name] = self._rotary.scale(name, self._rotary_device(name))
+            self._rotary_scales[name] = self._table.scale(name, self._rotary_device(name))
         return self._rotary_scales[name]
 
 
 def _layer_type(rotary: str) -> str | None:
     """The argument with which the model's rotary module returns this table."""
-    return None if rotary == ONE_ROTARY else rotary
+    return None if rotary == _DEFAULT_ROTARY else rotary
 
 
-def _attention_modules(model: PreTrainedModel, config: PretrainedConfig) -> list[nn.Module]:
+def _attention_modules(model: PreTrainedModel, kinds: Sequence[str]) -> dict[int, nn.Module]:
+    """By layer of the model, those that have one."""
     found = {
         module.layer_idx: module
         for module in model.modules()
         if isinstance(getattr(module, "layer_idx", None), int)
         and any(hasattr(module, name) for name in ("q_proj", "q_b_proj", "qkv_proj", "query_key_value"))
+        and not is_mixer(module)
     }
-    if sorted(found) != list(range(config.num_hidden_layers)):
+    wanted = [number for number, kind in enumerate(kinds) if _has_attention(kind)]
+    name = type(model).__name__
+    if others := [number for number in sorted(found) if number not in wanted]:
         raise ModelError(
-            f"{type(model).__name__} has {config.num_hidden_layers} layers, and attention of a kind that can be taken "
-            f"over in {len(found)} of them; only models whose every layer is such attention can be served"
+            f"{name} has attention in layer {others[0]}, which is of type {kinds[others[0]]} by its configuration; it "
+            "cannot be served"
         )
-    return [found[index] for index in range(config.num_hidden_layers)]
+    if len(found) < len(wanted):
+        raise ModelError(
+            f"{name} has {len(wanted)} layers with attention, and attention of a kind that can be taken over in "
+            f"{len(found)} of them; only models all of whose attention is of such a kind can be served"
+        )
+    return {number: found[number] for number in wanted}
+
+
+def _blocks(model: PreTrainedModel, kinds: Sequence[str], attentions: Mapping[int, nn.Module]) -> list[nn.Module]:
+    """The layers of the model: the list of modules in which those with attention are."""
+    owners = parents_of(model, list(attentions.values()))
+    for candidate in model.modules():
+        if isinstance(candidate, nn.ModuleList) and len(candidate) == len(kinds):
+            blocks = list(candidate)
+            if all(blocks[number] is owner for number, owner in zip(attentions, owners, strict=True)):
+                return blocks
+    return owners  # as many as there are layers, or no list of them is known
 
 
 @contextmanager
@@ -462,8 +487,15 @@ def check_config(config: PretrainedConfig) -> None:
     types = layer_types(config)
     if unknown := set(types) - _LAYER_TYPES:
         raise ModelError(
-            f"layers of type {', '.join(sorted(unknown))} cannot be served yet; {', '.join(sorted(_LAYER_TYPES))} can"
+            f"{name!r}: layers of type {', '.join(sorted(map(str, unknown)))} cannot be served yet; "
+            f"{', '.join(sorted(_LAYER_TYPES))} can"
         )
+    if len(types) != config.num_hidden_layers:
+        raise ModelError(f"{name!r}: layer_types names {len(types)} layers, the model has {config.num_hidden_layers}")
+    if not any(map(_has_attention, types)):
+        raise ModelError(f"{name!r} has no layer with attention; models with some can be served")
+    if any(map(_has_state, types)):
+        _check_states(config)
     for index, own in enumerate(config.per_layer_config):
         heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None) or own.num_attention_heads
         if heads % kv_heads:
@@ -479,37 +511,11 @@ def check_config(config: PretrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
-    for name, rope in parameters.items() if _has_table_per_type(config) else [(ONE_ROTARY, parameters)]:
-        kind = (rope or {}).get("rope_type", ONE_ROTARY)
-        if kind in (_LONGROPE, _DYNAMIC) and name != ONE_ROTARY:
+    for name, rope in parameters.items() if _has_table_per_type(config) else [(_DEFAULT_ROTARY, parameters)]:
+        kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
+        if kind in _BATCH_DEPENDENT_ROTARY:
             raise ModelError(
-                f"rotary kind {kind!r} ({name}) changes with the length of a sequence; beside another table for other "
-                "layers it cannot be served yet"
-            )
-        if kind == _LONGROPE:
-            _check_longrope(config, rope)
-
-
-def _check_longrope(config: PretrainedConfig, rope: Mapping[str, Any]) -> None:
-    name, short = config.model_type, rope.get("original_max_position_embeddings")
-    if not isinstance(short, int) or not 0 < short <= config.max_position_embeddings:
-        raise ModelError(
-            f"{name!r}: longrope has original_max_position_embeddings {short!r}; it is a number of positions from 1 to "
-            f"max_position_embeddings, {config.max_position_embeddings}"
-        )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    for key in ("short_factor", "long_factor"):
-        factors = rope.get(key)
-        if (
-            not isinstance(factors, Sequence)
-            or len(factors) != pairs
-            or not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors)
-        ):
-            says = f"{len(factors)} numbers" if isinstance(factors, Sequence) else repr(factors)
-            raise ModelError(
-                f"{name!r}: longrope has a {key} of {says}; it is a positive number for each of the {pairs} pairs of "
-                "numbers of a head that are rotated"
+                f"rotary kind {kind!r} ({name}) changes with the longest sequence of a batch; it cannot be served yet"
             )
 
 
@@ -526,6 +532,29 @@ def _check_experts(config: PretrainedConfig) -> None:
         in_groups = kept * experts // groups
     if not 0 < chosen <= in_groups:
         raise ModelError(f"{config.model_type!r}: num_experts_per_tok is {chosen}, of {in_groups} experts")
+
+
+def _has_attention(kind: str) -> bool:
+    return kind in _ATTENTION_TYPES | _BOTH_TYPES
+
+
+def _has_state(kind: str) -> bool:
+    return kind in _STATE_TYPES | _BOTH_TYPES
+
+
+def _check_states(config: PretrainedConfig) -> None:
+    """Raise ModelError for sizes of state layers that no module can have."""
+    name = config.model_type
+    for attribute in _CONVOLUTIONS:
+        width = _read(config, attribute)
+        if width is not None and not (isinstance(width, int) and 0 < width <= _WIDEST_CONVOLUTION):
+            raise ModelError(
+                f"{name!r}: {attribute} is {width!r}; convolutions over 1 to {_WIDEST_CONVOLUTION} tokens can be served"
+            )
+    for many, few in _DIVIDED:
+        heads, groups = _read(config, many), _read(config, few)
+        if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+            raise ModelError(f"{name!r}: {many} ({heads}) is no multiple of {few} ({groups})")
 
 
 def _read(config: PretrainedConfig, attribute: str) -> Any:
@@ -545,32 +574,42 @@ def layer_types(config: PretrainedConfig) -> list[str]:
 
 def _has_table_per_type(config: PretrainedConfig) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
-    return any(name in parameters for name in _LAYER_TYPES)
+    return any(name in parameters for name in _ATTENTION_TYPES)
 
 
 def _read_layers(
-    config: PretrainedConfig, attentions: list[nn.Module], traits: Sequence[LayerTraits] | None
+    config: PretrainedConfig,
+    attentions: Mapping[int, nn.Module],
+    mixers: Mapping[int, SessionMixer],
+    traits: Sequence[LayerTraits] | None,
 ) -> list[LayerSpec]:
     """What each layer of the model keeps, or reads. traits: None if none are known yet; then each keeps its own."""
-    check_config(config)
     types = layer_types(config)
     if traits is not None and len(traits) != len(types):
         raise ModelError(f"{len(traits)} layers were tried out, the model has {len(types)}")
-    per_type = _has_table_per_type(config)
     specs: list[LayerSpec] = []
-    for index, (attention, kind) in enumerate(zip(attentions, types, strict=True)):
-        own = config.per_layer_config[index]
-        window = _native_window(own, attention, kind)
-        rotary = kind if per_type else ONE_ROTARY
-        if traits is not None:
-            trait = traits[index]
-            if trait.reads is not None:
-                specs.append(ReadsLayer(trait.reads))
-                continue
-            window = (window or own.sliding_window) if trait.is_windowed else None
-            rotary = trait.rotary
-        specs.append(_kept(own, attention, window, rotary))
+    for number, kind in enumerate(types):
+        mixer = mixers.get(number)
+        if (attention := attentions.get(number)) is None:
+            specs.append(KeepsNothing() if mixer is None else mixer.keeps)
+            continue
+        spec = _read_attention(config, number, kind, attention, None if traits is None else traits[number])
+        specs.append(spec if mixer is None else Beside(spec, mixer.keeps))
     return specs
+
+
+def _read_attention(
+    config: PretrainedConfig, number: int, kind: str, attention: nn.Module, trait: LayerTraits | None
+) -> LayerGeometry | ReadsLayer:
+    own = config.per_layer_config[number]
+    window = _native_window(own, attention, kind)
+    rotary = kind if _has_table_per_type(config) else _DEFAULT_ROTARY
+    if trait is not None:
+        if trait.reads is not None:
+            return ReadsLayer(trait.reads)
+        window = (window or own.sliding_window) if trait.is_windowed else None
+        rotary = trait.rotary
+    return _kept(own, attention, window, rotary)
 
 
 def _kept(config: PretrainedConfig, attention: nn.Module, window: int | None, rotary: str) -> LayerGeometry:
@@ -625,25 +664,18 @@ def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor
     return rotate
 
 
-def _tables_of(rotary: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """LongRoPE's module as two that stay as they are: for long histories, and for short ones."""
-    config: Any = rotary.config
-    short = config.rope_parameters["original_max_position_embeddings"]
-    tables = []
-    for length in (short + 1, short):
-        table: Any = copy.copy(rotary)
-        table._buffers = dict(rotary._buffers)
-        table.rope_type = "default"  # it is not to look for the longest sequence
-        frequencies = ROPE_INIT_FUNCTIONS[_LONGROPE](config, table.inv_freq.device, seq_len=length)[0]
-        table.inv_freq = table.original_inv_freq = frequencies
-        tables.append(table)
-    return tables[0], tables[1]
-
-
-def _replace_rotary(model: PreTrainedModel, trained_positions: int, now: _Now) -> TokenRotary:
+def _replace_rotary(
+    model: PreTrainedModel, trained_positions: int, now: _Now, *, is_needed: bool
+) -> TokenRotary | None:
+    """None: the model has none."""
     places = [
-        (parent, name) for parent in model.modules() for name, _ in parent.named_children() if name == "rotary_emb"
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name in _ROTARY_MODULES and child is not None
     ]
+    if not places and not is_needed:
+        return None
     if not places:
         raise ModelError(
             f"{type(model).__name__} has no rotary module to rotate queries and keys with. "

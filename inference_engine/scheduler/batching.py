@@ -166,6 +166,9 @@ class Batching:
             # A chunk that ends between page boundaries costs more: segments and blocks always begin at the same places.
             geometry = request.session.kv.context.geometry
             tokens = cut(request.session.kv.next_position, tokens, lcm(geometry.page_tokens, geometry.token_quantum))
+        if tokens < pending and request.session.kv.states is not None:
+            # Chunks that end with segments leave the states of a prefill in one piece.
+            tokens = cut(request.session.kv.next_position, tokens, segment)
         return tokens
 
     def _most_tokens(self, request: Request, beside: int = 0) -> int:

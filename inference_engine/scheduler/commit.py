@@ -93,7 +93,7 @@ class StepResults:
                 taken = taken[: self._histories.room(session, len(taken))]
             if is_stopped or not taken:
                 request.secured_length = 0  # it is looked at again before its next step
-                return tokens - block.drafted - 1, ()
+                return block.kv.keepable(tokens - block.drafted - 1), ()
             if request.stops is not None and (found := request.stops.find([sample.token_id for sample in taken])):
                 taken, request.stopped_by = taken[: found.tokens], found.which
             ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
@@ -107,7 +107,7 @@ class StepResults:
             return tokens - block.drafted + len(taken) - 1, taken
         if outcome.logits is not None and request.forced is not None and not request.has_recorded_forced:
             if is_stopped:
-                return tokens - 1, ()
+                return block.kv.keepable(tokens - 1), ()
             # Again: other calls of the owner may have taken places since it began.
             self._histories.check(session, len(request.forced.token_ids))
             session.record(request.forced.token_ids, Mark.GENERATED, began=request.began)
@@ -200,7 +200,7 @@ class StepResults:
         position = request.session.history.length - len(samples)
         if not request.generated:
             self._report_first(request, position, now)
-        looking = request.sampler if request.sampler is not None and request.sampler.looks_back else None
+        seen = None if request.sampler is None or request.sampler.seen is None else request.sampler
         for token_id, logprob, _ in samples:
             if request.generated:
                 self._metrics.inter_token_seconds.note(now - request.token_at)
@@ -208,8 +208,8 @@ class StepResults:
             request.last_query = position - 1
             request.generated += 1
             self._reported += 1
-            if looking is not None:
-                looking.observe(token_id)
+            if seen is not None:
+                seen.observe(token_id)
             request.on_token(request, token_id, position, logprob)
             position += 1
         if reason := _stop_reason(request, samples[-1].token_id):

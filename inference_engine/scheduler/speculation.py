@@ -96,7 +96,8 @@ class _Asked:
 def draft_room(request: Request) -> int:
     """Draft tokens for which there is memory, and after which another token may be generated."""
     session = request.session
-    room = min(session.kv.room() - 1, request.params.max_tokens - request.generated - 1)
+    kv = session.kv
+    room = min(kv.room() - 1, kv.most_rejected, request.params.max_tokens - request.generated - 1)
     return room if session.longest is None else min(room, session.longest - len(session.history) - 1)
 
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, PreTrainedModel
 
 from inference_engine.errors import ModelError
-from inference_engine.models.seam import WITHOUT_EFFECT
+from inference_engine.models.mixers import WITHOUT_EFFECT
 from laboratory.training.corpus_prompts import Chat, Prompt
 
 ATTENTION = "kakeya_lockstep"

@@ -183,7 +183,7 @@ def test_calibration_sees_values_that_come_from_the_projection_of_the_keys() -> 
     [
         ({"use_bidirectional_attention": "all"}, "bidirectional attention"),
         ({"layer_types": [SLIDING] * 4 + [FULL] * 4}, "no earlier layer of their type"),
-        ({"layer_types": [SLIDING] * 3 + ["hybrid"] * 4 + [FULL]}, "layers of type hybrid"),
+        ({"layer_types": [SLIDING] * 3 + ["chunked_attention"] * 4 + [FULL]}, "layers of type chunked_attention"),
         ({"num_key_value_heads": 3}, "layer 0: 4 query heads are no multiple of 3 KV heads"),
     ],
 )

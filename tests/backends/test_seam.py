@@ -62,8 +62,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
     StableLmConfig,
@@ -116,15 +114,12 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (MambaForCausalLM, MambaConfig(), "num_attention_heads"),
     (
         LlamaForCausalLM,
-        LlamaConfig(
-            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}
-        ),
-        "short_factor of 1 numbers",
+        LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "dynamic",
     ),
     (GPTJForCausalLM, GPTJConfig(), "does not run with another attention function"),
     (FalconForCausalLM, FalconConfig(), "does not run with another attention function"),
     (DeepseekV32ForCausalLM, DeepseekV32Config(), "by an indexer of its own"),
-    (Qwen3NextForCausalLM, Qwen3NextConfig(), "linear_attention"),
     (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
     (BartForCausalLM, BartConfig(), "encoder"),
     (GPT2LMHeadModel, GPT2Config(), "in 0 of them"),

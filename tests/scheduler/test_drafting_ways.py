@@ -62,7 +62,7 @@ class Talk:
     seed: int = 0
     params: GenerateParams = field(default_factory=lambda: GenerateParams(max_tokens=10**6))
     trace: Any = field(default_factory=lambda: SimpleNamespace(note=lambda *_, **__: None))
-    kv: Any = field(default_factory=lambda: SimpleNamespace(room=lambda: 100, draft_memory=object()))
+    kv: Any = field(default_factory=lambda: SimpleNamespace(room=lambda: 100, most_rejected=99, draft_memory=object()))
 
     @property
     def session(self) -> Talk:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         InvalidConstraint,
         InvalidMessages,
         InvalidTokenIds,
-        InvalidTool,
         InvariantViolated,
         JournalFull,
         KakeyaError,
@@ -64,8 +63,6 @@ if TYPE_CHECKING:
         TLSFailed,
         TokenizerError,
         TokenOutOfRange,
-        ToolCallError,
-        ToolFormatUnknown,
         TransportError,
         Unauthenticated,
     )
@@ -119,7 +116,6 @@ __all__ = [
     "InvalidConstraint",
     "InvalidMessages",
     "InvalidTokenIds",
-    "InvalidTool",
     "InvariantViolated",
     "JournalFull",
     "JsonSchema",
@@ -166,8 +162,6 @@ __all__ = [
     "TokenDetail",
     "TokenOutOfRange",
     "TokenizerError",
-    "ToolCallError",
-    "ToolFormatUnknown",
     "TransportError",
     "Unauthenticated",
 ]
