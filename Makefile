@@ -85,7 +85,7 @@ unit: developed node ## the tests without the checks; ARGS go to pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal \
 	    $(if $(CHECKS_TOOK),--checks-took='$(CHECKS_TOOK)') $(ARGS)
 
-test-further: developed node vocabularies ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
+test-further: developed node vocabularies clients ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
@@ -93,7 +93,7 @@ test-http: developed ## of the HTTP door every test; CI runs them by themselves,
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/server/http -m 'further or not long' $(ARGS)
 
-test-long: developed long-typescript sanitize vocabularies ## the tests that take minutes to hours
+test-long: developed long-typescript sanitize vocabularies clients ## the tests that take minutes to hours
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@$(BIN)/python -m pytest -m long --timeout=14400 $(ARGS)
 
@@ -239,6 +239,15 @@ vocabularies: $(VOCABULARIES)/node_modules/.package-lock.json
 $(VOCABULARIES)/node_modules/.package-lock.json: $(VOCABULARIES)/package.json $(VOCABULARIES)/package-lock.json | node
 	@echo 'setup: installing vocabularies of published models (once, 700 MB)'
 	@PATH="$(abspath $(BIN)):$$PATH" npm --prefix $(VOCABULARIES) --silent ci --ignore-scripts
+	@touch $@
+
+# Published clients of other APIs, with which further tests talk to the gateway.
+CLIENTS := tests/gateway/clients
+.PHONY: clients
+clients: $(CLIENTS)/node_modules/.package-lock.json
+$(CLIENTS)/node_modules/.package-lock.json: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json | node
+	@echo 'setup: installing published clients of other APIs (once, 60 MB)'
+	@PATH="$(abspath $(BIN)):$$PATH" npm --prefix $(CLIENTS) --silent ci --ignore-scripts
 	@touch $@
 
 # The tests of TypeScript clients need Node.js 20 or newer with its npm. Where there is none, a wheel brings one.

@@ -24,6 +24,7 @@ MAX_CHOICE_IDS = 2**14  # of all choices together
 # Below these, logits overflow. Powers of two, which float32 on the wire represents exactly.
 SMALLEST_TEMPERATURE = 2.0**-20
 SMALLEST_PENALTY = 2.0**-7
+LARGEST_PENALTY = 2.0  # of presence and of frequency, either way
 
 
 class Mark(enum.IntEnum):
@@ -70,8 +71,11 @@ def _require(condition: bool, name: str, message: str) -> None:
 class Sampling:
     """How a token is drawn from logits. The defaults are greedy decoding with everything off.
 
-    Applied in the order: penalty, bias, temperature, top_k, top_p, min_p. Randomness is a function of
+    Applied in the order: penalties, bias, temperature, top_k, top_p, min_p. Randomness is a function of
     (seed, absolute position) alone; `seed = None` lets the engine draw one.
+
+    presence_penalty, frequency_penalty: subtracted from the logit of an id that this Generate has given: once, and once
+    for each time.
     """
 
     temperature: float = 0.0
@@ -79,6 +83,8 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int | None = None
 
@@ -97,6 +103,13 @@ class Sampling:
             "repetition_penalty",
             f"must be from {SMALLEST_PENALTY} to 100, got {_shown(penalty)}",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value: float = getattr(self, name)
+            _require(
+                abs(value) <= LARGEST_PENALTY,
+                name,
+                f"must be from -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}, got {_shown(value)}",
+            )
         _require(
             len(self.logit_bias) <= MAX_LOGIT_BIAS,
             "logit_bias",
@@ -115,6 +128,11 @@ class Sampling:
     def reads_history(self) -> bool:
         """Does a draw depend on which ids are in the history?"""
         return self.repetition_penalty != 1.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Does a draw depend on how often the Generate has given an id?"""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def is_greedy(self) -> bool:

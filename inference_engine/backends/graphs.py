@@ -48,8 +48,8 @@ def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool
     can = device.type == "cuda" and has_regions
     if choice == "on" and not can:
         raise BackendError(
-            f"graphs=on needs a GPU, kernels=triton and a model without sinks in its heads; this is {device} "
-            f"{'with' if has_regions else 'without'} the kernel. Start with graphs=auto"
+            "graphs=on needs a GPU, kernels=triton and a model without sinks in its heads and recurrent states; this "
+            f"is {device} {'with' if has_regions else 'without'} a kernel for all of its layers. Start with graphs=auto"
         )
     return can and choice != "off"
 
@@ -169,7 +169,9 @@ class StepGraphs:
         assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
-        return recorded.run(padded(step.token_ids, size), padded(plan.positions, size), kept, numbers.all, fed=fed)
+        return recorded.run(
+            padded(step.token_ids, size), padded(plan.rotary_positions, size), kept, numbers.all, fed=fed
+        )
 
 
 def _copy(taps: Tensor | None, step: Step) -> Tensor | None:

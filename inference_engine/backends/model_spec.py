@@ -32,7 +32,7 @@ class ModelSpec:
     """A model as its list of operations is made from.
 
     rotaries: the tables that layers rotate their keys with. parameters: shapes by transformers' names, in the text
-    model and beside it.
+    model and beside it. short_positions, is_endless: as Geometry has them; SHORT_ROTARY is one of the rotaries then.
     """
 
     config: ListConfig
@@ -40,6 +40,8 @@ class ModelSpec:
     trained_positions: int
     rotaries: Mapping[str, RotaryTable]
     parameters: Mapping[str, tuple[int, ...]]
+    short_positions: int | None = None
+    is_endless: bool = True
 
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Implements Rotate: float32 keys [H, n, D] that are rotated already, moved by `shifts` [n] positions.

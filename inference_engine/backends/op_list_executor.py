@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from inference_engine.kernels.fused import ExpertMatrices, Fused, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
-from inference_engine.kv.geometry import UNROTATED
+from inference_engine.kv.geometry import ONE_ROTARY, UNROTATED
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
@@ -413,22 +413,36 @@ class OpListExecutor:
     def _turn(self, name: str, positions: Tensor) -> RopeTable:
         """By which tokens at `positions` [N] are rotated."""
         if name in self._turns and not self._seam.is_beyond_trained:
-            return replace(self._turns[name], rows=positions)
+            is_one = self._seam.short_positions is None or name != ONE_ROTARY
+            # Those of short histories lie behind the trained positions.
+            rows = (
+                positions
+                if is_one
+                else torch.where(positions < 0, self._seam.trained_positions + ~positions, positions)
+            )
+            return replace(self._turns[name], rows=rows)
         return _halved(
             *self._seam.turns(torch.empty(0, dtype=self._seam.dtype, device=positions.device), positions, name)
         )
 
     @torch.inference_mode()
     def _table_of(self, name: str) -> RopeTable | None:
-        """The turns of all trained positions, which a step would work out anew; None: they would be too large."""
+        """The turns of all trained positions, which a step would work out anew; None: they would be too large.
+
+        Behind them lie those of short histories, where these have a table of their own.
+        """
         seam = self._seam
         like = torch.empty(0, dtype=seam.dtype, device=seam.model.device)
         numbers = 2 * len(seam.rotary_frequencies(name)[0]) * seam.trained_positions
         if numbers * seam.dtype.itemsize > MOST_TURN_BYTES:
             return None
+        short = seam.short_positions if name == ONE_ROTARY else None
+        last = seam.trained_positions + (short or 0)
+        positions = torch.arange(last, device=like.device)
+        positions = torch.where(positions < seam.trained_positions, positions, ~(positions - seam.trained_positions))
         parts = [
-            _halved(*seam.turns(like, torch.arange(first, last, device=like.device), name))
-            for first, last in pairwise([*range(0, seam.trained_positions, _TURNS_AT_ONCE), seam.trained_positions])
+            _halved(*seam.turns(like, positions[first:end], name))
+            for first, end in pairwise([*range(0, last, _TURNS_AT_ONCE), last])
         ]
         return RopeTable(cos=torch.cat([part.cos for part in parts]), sin=torch.cat([part.sin for part in parts]))
 

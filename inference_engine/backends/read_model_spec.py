@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.model_spec import ModelSpec, RotaryTable
 from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
-from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerTraits
+from inference_engine.kv.geometry import IMMOVABLE, SHORT_ROTARY, UNROTATED, LayerTraits
 from inference_engine.models.families import ListConfig
 from inference_engine.models.seam import ATTENTION, Seam
 
@@ -54,6 +54,8 @@ def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 def spec_of_seam(seam: Seam) -> ModelSpec:
     """The model that `seam` took over."""
     names = dict.fromkeys(layer.rotary for layer in seam.layers if layer.rotary not in (UNROTATED, IMMOVABLE))
+    if seam.short_positions is not None:
+        names[SHORT_ROTARY] = None
     tables = {name: seam.rotary_frequencies(name) for name in names}
     return ModelSpec(
         config=ListConfig.of(seam.model.config.get_text_config()),
@@ -63,6 +65,8 @@ def spec_of_seam(seam: Seam) -> ModelSpec:
             name: RotaryTable(angles=tuple(angles.tolist()), factor=factor) for name, (angles, factor) in tables.items()
         },
         parameters=shapes_of(seam.model),
+        short_positions=seam.short_positions,
+        is_endless=seam.is_endless,
     )
 
 

@@ -123,6 +123,8 @@ class TorchForward:
             states=self.seam.states,
             itemsize=self.seam.dtype.itemsize,
             trained_positions=self.seam.trained_positions,
+            short_positions=self.seam.short_positions,
+            is_endless=self.seam.is_endless,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
@@ -280,7 +282,7 @@ class TorchForward:
         plan = step.plan
         kept_queries = np.asarray(step.logit_queries, dtype=np.int64)
         # One copy for all three.
-        parts, count = (step.token_ids, plan.positions, kept_queries), len(step.token_ids)
+        parts, count = (step.token_ids, plan.rotary_positions, kept_queries), len(step.token_ids)
         numbers = on_device(np.concatenate(parts, dtype=np.int64), self._device)
         ids, positions, kept = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         ids = ids if fed is None else fed

@@ -356,12 +356,27 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
             }
             for place, attributes in enumerate(own)
         }
+    _shrink_longrope(text, sizes.head_dim)
     for part in vars(small).values():
         # Other parts (a vision tower) become as small as possible: no token passes through them.
         if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
             part.num_hidden_layers = 1
     small.dtype = text.dtype = torch.float32
     return small
+
+
+def _shrink_longrope(config: PretrainedConfig, head_dim: int) -> None:
+    """Its factors are of each pair of numbers of a head; the twin's text is one of short histories."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        factors = rope[name]
+        rope[name] = [factors[pair * len(factors) // pairs] for pair in range(pairs)]
+    rope["original_max_position_embeddings"] = 2 * _LENGTH
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = 2 * _LENGTH
 
 
 def _of_state_layers(config: PretrainedConfig, hidden: int) -> dict[str, int]:
@@ -520,10 +535,11 @@ def _expected(twin: Twin, strategy: KVStrategy) -> Tensor:
             for rule, layer in zip(rules, twin.geometry.layers, strict=True)
         ]
     )
+    is_long = twin.geometry.within(_LENGTH) is twin.geometry
     with torch.inference_mode(), twin.seam.attending(plan, plan.positions):
         out = twin.seam.model(
             input_ids=torch.from_numpy(twin.text[plan.tokens])[None],
-            position_ids=torch.from_numpy(plan.positions)[None],
+            position_ids=torch.from_numpy(plan.positions if is_long else ~plan.positions)[None],
             use_cache=False,
         )
     logits: Tensor = out.logits[0, :_LENGTH].float()

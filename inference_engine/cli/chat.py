@@ -37,7 +37,7 @@ COMMANDS = (
     "answer"
 )
 PROMPT = "> "
-SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "seed")
+SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -61,6 +61,12 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     answer.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
     answer.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: repeat less")
+    answer.add_argument(
+        "--presence-penalty", type=float, default=0.0, metavar="P", help="above 0: an answer repeats no token easily"
+    )
+    answer.add_argument(
+        "--frequency-penalty", type=float, default=0.0, metavar="F", help="the same, more for each time it comes"
+    )
     answer.add_argument("--seed", type=int, metavar="N", help="equal seeds sample equal tokens")
     parser.set_defaults(run=run)
 

@@ -1,6 +1,7 @@
 """Samples a token from each of many logits vectors, by keyed Gumbel noise.
 
-Order: repetition penalty (whole history), bias, mask of a constraint, temperature, top_k, top_p, min_p;
+Order: repetition penalty (whole history), presence and frequency penalty (this Generate), bias, mask of a constraint,
+temperature, top_k, top_p, min_p;
 log-probabilities are of the raw logits. The token is the id with the largest logit ÷ temperature + noise among those
 that are left, and the lower one of equals. Noise is a function of (seed, position, id) alone
 (`kernels/gumbel_noise.py`), so neither how a history was built nor drafting can change it.
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
@@ -51,23 +53,47 @@ class Masks(Protocol):
 
 @dataclass(slots=True)
 class Sampler:
-    """One Generate's sampling, with what it must remember of the history on the device."""
+    """One Generate's sampling, with what it must remember of the history on the device.
+
+    looks_back: a draw depends on the tokens before it, not on their logits alone.
+    """
 
     sampling: Sampling
     seed: int
     seen: Tensor | None = None  # [V] bool: ids in the history, kept only under a repetition penalty
+    # Only under a presence or frequency penalty: how often the Generate has given each id, and [V], what that costs it.
+    counts: Counter[int] | None = None
+    penalties: Tensor | None = None
     bias: Tensor | None = None  # [V]
     masks: Masks | None = None
+    looks_back: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looks_back = self.sampling.reads_history or self.sampling.counts_tokens
 
     @staticmethod
     def start(
-        sampling: Sampling, seed: int, seen: NDArray[np.bool_] | None, vocab_size: int, device: torch.device
+        sampling: Sampling,
+        seed: int,
+        seen: NDArray[np.bool_] | None,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        generated: Sequence[int] = (),
     ) -> Sampler:
-        """seen: bool [vocab_size], which ids are in the history, if the sampling reads it. It is not kept."""
+        """seen: bool [vocab_size], which ids are in the history, if the sampling reads it. It is not kept.
+        generated: the tokens that the Generate has already.
+        """
         sampler = Sampler(sampling, seed)
         if sampling.reads_history:
             assert seen is not None
             sampler.seen = torch.tensor(seen, device=device)
+        if sampling.counts_tokens:
+            sampler.counts = Counter(generated)
+            costs = np.zeros(vocab_size, dtype=np.float32)
+            for token_id, count in sampler.counts.items():
+                costs[token_id] = sampler.cost_of(count)
+            sampler.penalties = on_device(costs, device).clone()
         if sampling.logit_bias:
             sampler.bias = torch.zeros(vocab_size, device=device)
             ids = torch.tensor(list(sampling.logit_bias), device=device)
@@ -77,17 +103,17 @@ class Sampler:
     @property
     def is_plain(self) -> bool:
         """Raw logits are drawn from as they are."""
-        return self.seen is None and self.bias is None and self.masks is None
+        return not self.looks_back and self.bias is None and self.masks is None
 
     @property
     def is_unweighted(self) -> bool:
         """Neither a penalty nor a bias changes the logits."""
-        return self.seen is None and self.bias is None
+        return not self.looks_back and self.bias is None
 
     def adjusted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
-        """Raw float32 `logits` [n, V] with penalty, bias and mask. Row r follows the first r of `draft_tokens` [n - 1].
+        """Raw float32 `logits` [n, V] with penalties, bias and mask.
 
-        Draft tokens have not been observed.
+        Row r follows the first r of `draft_tokens` [n - 1], which have not been observed.
         """
         logits = self.weighted(logits, draft_tokens)
         return logits if self.masks is None else _masked(logits, self.masks.along(draft_tokens))
@@ -106,12 +132,38 @@ class Sampler:
                 logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty
             )
             logits = torch.where(seen, penalised, logits)
+        if self.penalties is not None:
+            logits = logits - self._penalties_along(draft_tokens)
         return logits if self.bias is None else logits + self.bias
+
+    def cost_of(self, count: int) -> float:
+        """What the logit of an id loses that was given so often."""
+        sampling = self.sampling
+        return sampling.frequency_penalty * count + sampling.presence_penalty if count else 0.0
+
+    def _penalties_along(self, draft_tokens: Sequence[int]) -> Tensor:
+        """[V], or [n, V]: in row r after the first r of `draft_tokens` [n - 1]."""
+        assert self.penalties is not None and self.counts is not None
+        if not draft_tokens:
+            return self.penalties
+        rows = len(draft_tokens) + 1
+        counts, costs = Counter[int](), dict[tuple[int, int], float]()  # by row and id
+        for place, token_id in enumerate(draft_tokens, start=1):
+            counts[token_id] += 1
+            cost = self.cost_of(self.counts[token_id] + counts[token_id])
+            costs |= {(row, token_id): cost for row in range(place, rows)}
+        penalties = self.penalties.expand(rows, -1).clone()
+        places, ids = on_device(np.array(list(costs), dtype=np.int64).T, penalties.device)
+        penalties[places, ids] = on_device(np.array(list(costs.values()), dtype=np.float32), penalties.device)
+        return penalties
 
     def observe(self, token_id: int) -> None:
         """Remember a committed token."""
         if self.seen is not None:
             self.seen[token_id] = True
+        if self.counts is not None and self.penalties is not None:
+            self.counts[token_id] += 1
+            self.penalties[token_id] = self.cost_of(self.counts[token_id])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,9 @@ from inference_engine.errors import ConfigError
 
 # Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
 SEGMENTS_IN_A_CHUNK = 4
+# The table of a model that has one for all layers; and, of a model that has another for short histories, that one.
+ONE_ROTARY = "default"
+SHORT_ROTARY = "short"
 # In the place of a rotation table's name: the layer's keys do not depend on the position …
 UNROTATED = "unrotated"
 # … or they do, but cannot be moved to another position, for example because they are normed after rotation.
@@ -75,7 +78,7 @@ class LayerGeometry:
     value_dim: int = 0  # 0: as head_dim
     value_in_key: bool = False
     native_window: int | None = None
-    rotary: str = "default"
+    rotary: str = ONE_ROTARY
     entry: EntryShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -181,6 +184,9 @@ class Geometry:
     joins_segments: may appended tokens of two segments share a step, where they read old entries chunk by chunk? These
     are then restored once for both (`kv/parts/streamed.py`).
     holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
+    short_positions: a session of at most so many positions rotates by a table of its own, SHORT_ROTARY in place of
+    ONE_ROTARY (LongRoPE, Ding et al. 2024, section 3.3); None: one table serves all. Rotated keys of the two cannot be
+    read together, so a session's limit chooses, not its length. is_endless: can positions lie past the trained ones?
     """
 
     layers: tuple[LayerGeometry, ...]
@@ -188,6 +194,8 @@ class Geometry:
     states: tuple[Recurrent | None, ...] = ()
     itemsize: int
     trained_positions: int
+    short_positions: int | None = None
+    is_endless: bool = True
     page_tokens: int = 16
     segment_tokens: int = 256
     token_quantum: int = 1
@@ -220,6 +228,21 @@ class Geometry:
     def read_by(self, numbers: Collection[int]) -> frozenset[int]:
         """The stored layers whose entries these layers of the model read."""
         return frozenset(read for read in (self.reads[number] for number in numbers) if read is not None)
+
+    def within(self, limit_tokens: int | None) -> Geometry:
+        """Of sessions with this limit: their layers name the table that they rotate by."""
+        if self.short_positions is None or limit_tokens is None or limit_tokens > self.short_positions:
+            return self
+        return replace(
+            self,
+            layers=tuple(
+                replace(layer, rotary=SHORT_ROTARY) if layer.rotary == ONE_ROTARY else layer for layer in self.layers
+            ),
+        )
+
+    def rotates_as(self, other: Geometry) -> bool:
+        """Can sessions of the one read keys that those of the other have rotated?"""
+        return all(own.rotary == theirs.rotary for own, theirs in zip(self.layers, other.layers, strict=True))
 
     def in_long_segments(self) -> Geometry:
         """The same with segments as long as `segments_at_once` of them."""

@@ -29,7 +29,7 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.reads import ReadRecord
 from inference_engine.kernels.transfer import on_device
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import SHORT_ROTARY, Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
@@ -83,6 +83,8 @@ class StepPlan:
             total = self.spans[-1].packed.stop
         self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
+        # Which tokens are rotated by the table for short histories; None: none, or the model has no such table.
+        self._in_short = _in_short(geometry, sessions, self.spans)
         # Views add up in another order: where the operation has one, chunks of any length are its own.
         most_queries = sys.maxsize if ops.attends_in_one_order else MOST_RAGGED_TOKENS
         has_regions = attends_together and any(kv.staged <= most_queries for kv in sessions)
@@ -117,6 +119,11 @@ class StepPlan:
     def records(self) -> tuple[ReadRecord, ...]:
         """How queries read by numbers that do not read all they see, always in the same order."""
         return self._reads.records.records
+
+    @property
+    def rotary_positions(self) -> NDArray[np.int64]:
+        """[N], as rotations take them: the position, or ~position of a token that SHORT_ROTARY rotates."""
+        return self.positions if self._in_short is None else np.where(self._in_short, ~self.positions, self.positions)
 
     @property
     def grows_evenly(self) -> bool:
@@ -249,6 +256,17 @@ class _Growth:
             self.numbers.take_difference(index, numbers, before)
         self.ends[index] = self._untils[index] if is_run else 0
         self._untils[index] = until
+
+
+def _in_short(
+    geometry: Geometry, sessions: Sequence[SessionKV], spans: Sequence[StagedQueries]
+) -> NDArray[np.bool_] | None:
+    if geometry.short_positions is None:
+        return None
+    are_short = [any(layer.rotary == SHORT_ROTARY for layer in kv.context.geometry.layers) for kv in sessions]
+    if not any(are_short):
+        return None
+    return np.concatenate([np.full(len(span.positions), own) for own, span in zip(are_short, spans, strict=True)])
 
 
 def _has_one_order(session: SessionKV, ops: DeviceOps) -> bool:

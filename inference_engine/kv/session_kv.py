@@ -74,7 +74,7 @@ class SessionKV:
         is_dropped: begin as `drop` leaves a session, without memory.
         """
         self.strategy = strategy
-        self.context = context = context.of(strategy.geometry(context.geometry))
+        self.context = context = context.of(strategy.geometry(context.geometry).within(limit_tokens))
         self.limit_tokens = limit_tokens
         self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
@@ -504,14 +504,19 @@ class SessionKV:
             for part in self.parts:
                 stack.callback(part.forget, floor, length)
 
+    def kept_of(self, other: SessionKV, at: int) -> int:
+        """Of so many of the first `at` positions this session can have the entries that `other` has kept."""
+        return other.kept(at) if self.context.geometry.rotates_as(other.context.geometry) else 0
+
     def copy_from(self, other: SessionKV, at: int) -> None:
         """Copy what `other`, which is idle, has `kept` of the first `at` positions into this empty session.
 
-        `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied. Raises OSError
-        if the second tier cannot store its part; after that, only `forget` can be called.
+        `other` has the same strategy; its limit may differ. Entries of a shared prefix are not copied, and none at all
+        where its keys are turned otherwise. Raises OSError if the second tier cannot store its part; after that, only
+        `forget` can be called.
         """
         assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
-        length, self.coming = other.kept(at), 0
+        length, self.coming = self.kept_of(other, at), 0
         if length <= self.base or other.is_dropped:
             return
         for part, theirs in zip(self.parts, other.parts, strict=True):

@@ -271,6 +271,13 @@ class KVStrategy(ABC):
 def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     """Raise InvalidArgument, naming the option, if the strategy cannot serve a model of this geometry."""
     strategy.check(geometry)
+    if not geometry.is_endless and strategy.length_limit(geometry) is None:
+        raise InvalidArgument(
+            "strategy",
+            f"{strategy} serves histories of any length; the rotation of this model is another one beyond "
+            f"{geometry.trained_positions} positions. full and sink_window can be used",
+            trained_positions=geometry.trained_positions,
+        )
     fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
     uneven = {index for index, layer in enumerate(geometry.layers) if not layer.entry.is_even}
     if not fixed and not uneven:

@@ -12,7 +12,9 @@ small twin (`models/layer_traits.py`).
 
 from __future__ import annotations
 
+import copy
 import inspect
+import math
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,10 +28,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import (
     IMMOVABLE,
+    ONE_ROTARY,
+    SHORT_ROTARY,
     UNROTATED,
     Beside,
     KeepsNothing,
@@ -39,7 +44,6 @@ from inference_engine.kv.geometry import (
     ReadsLayer,
     StoredLayers,
 )
-from inference_engine.kv.views import Mixer
 from inference_engine.models.latent_attention import (
     AsGiven,
     EntryForm,
@@ -57,9 +61,7 @@ _STATE_TYPES = {"linear_attention", "conv"}
 _BOTH_TYPES = {"hybrid"}  # attention and a recurrent state side by side
 _PLAIN_TYPES = {"mlp", "moe"}  # feed-forward blocks that count as layers
 _LAYER_TYPES = _ATTENTION_TYPES | _STATE_TYPES | _BOTH_TYPES | _PLAIN_TYPES
-# Their table depends on the longest sequence seen so far.
-_BATCH_DEPENDENT_ROTARY = {"dynamic", "longrope"}
-_DEFAULT_ROTARY = "default"
+_LONGROPE, _DYNAMIC = "longrope", "dynamic"
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _ROTARY_MODULES = ("rotary_emb", "pos_emb")
 # Names in configurations: widths of convolutions over tokens, and heads with what they are multiples of.
@@ -88,9 +90,6 @@ class AttentionPlan(Protocol):
         head_sinks: Tensor | None,
     ) -> Tensor:
         """layer: a stored one. keys, values: None where an earlier layer of the model has written them."""
-
-    def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
-        """layer: of the model, with a recurrent state."""
 
 
 class _Now(threading.local):
@@ -182,11 +181,17 @@ class TokenRotary(nn.Module):
 
     Past the trained positions the angle is computed in float64, so that endless sessions keep exact distances: in
     float32 the fastest angle is off by 0.06 at a million positions.
+
+    transformers' module of LongRoPE takes the table of the longest sequence of a batch, which would change the keys of
+    its neighbours, and of a session that grows. Here are two modules, one for each table; ~position asks for the short.
     """
 
     def __init__(self, original: nn.Module, trained_positions: int, now: _Now) -> None:
         super().__init__()
         self.original = original
+        self.short: nn.Module | None = None
+        if getattr(original, "rope_type", None) == _LONGROPE:
+            self.original, self.short = _tables_of(original)
         self.trained_positions = trained_positions
         self.layer_types = getattr(original, "layer_types", None)  # some models ask
         self._now = now
@@ -202,7 +207,14 @@ class TokenRotary(nn.Module):
 
     def parts(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, [1, N, d]."""
-        name = layer_type or _DEFAULT_ROTARY
+        cos, sin = self._of_table(x, position_ids, layer_type or ONE_ROTARY)
+        if self.short is None or layer_type is not None:
+            return cos, sin
+        is_short = (position_ids < 0)[..., None]
+        short_cos, short_sin = self._of_table(x, ~position_ids, SHORT_ROTARY)
+        return torch.where(is_short, short_cos, cos), torch.where(is_short, short_sin, sin)
+
+    def _of_table(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         cos, sin = self._own(x, position_ids, name)
         position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # where text and pictures have their own
         if not self._now.is_beyond_trained:
@@ -218,8 +230,9 @@ class TokenRotary(nn.Module):
 
     def frequencies(self, name: str) -> tuple[Tensor, float]:
         """The angle per position of each pair of numbers, float32 [d / 2], and the factor of cos and sin."""
-        prefix = "" if name == _DEFAULT_ROTARY else f"{name}_"
-        return getattr(self.original, f"{prefix}inv_freq"), getattr(self.original, f"{prefix}attention_scaling")
+        prefix = "" if name in (ONE_ROTARY, SHORT_ROTARY) else f"{name}_"
+        module = self._module(name)
+        return getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
 
     def scale(self, name: str, device: torch.device) -> float:
         """The factor of cos and sin: the cosine of position 0."""
@@ -227,10 +240,16 @@ class TokenRotary(nn.Module):
         return float(self._own(torch.zeros((), device=device), first, name)[0][0, 0, 0])
 
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        arguments = (x, position_ids) if name == _DEFAULT_ROTARY else (x, position_ids, name)
-        found: Tensor | tuple[Tensor, Tensor] = self.original(*arguments)
+        arguments = (x, position_ids) if name in (ONE_ROTARY, SHORT_ROTARY) else (x, position_ids, name)
+        found: Tensor | tuple[Tensor, Tensor] = self._module(name)(*arguments)
         self._is_complex = isinstance(found, Tensor)
         return (found.real, found.imag) if isinstance(found, Tensor) else found
+
+    def _module(self, name: str) -> nn.Module:
+        if name != SHORT_ROTARY:
+            return self.original
+        assert self.short is not None
+        return self.short
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
         """The index of the frequency at each place of the width, read from the module's own sine of position 1."""
@@ -257,6 +276,13 @@ class Seam:
         self.trained_positions: int = config.max_position_embeddings
         check_config(config)
         kinds = layer_types(config)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        rotation = parameters.get("rope_type")
+        # As Geometry has them.
+        self.short_positions: int | None = None
+        if rotation == _LONGROPE:
+            self.short_positions = parameters["original_max_position_embeddings"]
+        self.is_endless = rotation != _DYNAMIC
         self._now = _Now()
         attentions = _attention_modules(model, kinds)
         absorb_projections(model)
@@ -408,7 +434,7 @@ class Seam:
 
 def _layer_type(rotary: str) -> str | None:
     """The argument with which the model's rotary module returns this table."""
-    return None if rotary == _DEFAULT_ROTARY else rotary
+    return None if rotary == ONE_ROTARY else rotary
 
 
 def _attention_modules(model: PreTrainedModel, kinds: Sequence[str]) -> dict[int, nn.Module]:
@@ -511,11 +537,37 @@ def check_config(config: PretrainedConfig) -> None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise ModelError("a model with bidirectional attention cannot be served")
     parameters = getattr(config, "rope_parameters", None) or {}
-    for name, rope in parameters.items() if _has_table_per_type(config) else [(_DEFAULT_ROTARY, parameters)]:
-        kind = (rope or {}).get("rope_type", _DEFAULT_ROTARY)
-        if kind in _BATCH_DEPENDENT_ROTARY:
+    for name, rope in parameters.items() if _has_table_per_type(config) else [(ONE_ROTARY, parameters)]:
+        kind = (rope or {}).get("rope_type", ONE_ROTARY)
+        if kind in (_LONGROPE, _DYNAMIC) and name != ONE_ROTARY:
             raise ModelError(
-                f"rotary kind {kind!r} ({name}) changes with the longest sequence of a batch; it cannot be served yet"
+                f"rotary kind {kind!r} ({name}) changes with the length of a sequence; beside another table for other "
+                "layers it cannot be served yet"
+            )
+        if kind == _LONGROPE:
+            _check_longrope(config, rope)
+
+
+def _check_longrope(config: PretrainedConfig, rope: Mapping[str, Any]) -> None:
+    name, short = config.model_type, rope.get("original_max_position_embeddings")
+    if not isinstance(short, int) or not 0 < short <= config.max_position_embeddings:
+        raise ModelError(
+            f"{name!r}: longrope has original_max_position_embeddings {short!r}; it is a number of positions from 1 to "
+            f"max_position_embeddings, {config.max_position_embeddings}"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        factors = rope.get(key)
+        if (
+            not isinstance(factors, Sequence)
+            or len(factors) != pairs
+            or not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors)
+        ):
+            says = f"{len(factors)} numbers" if isinstance(factors, Sequence) else repr(factors)
+            raise ModelError(
+                f"{name!r}: longrope has a {key} of {says}; it is a positive number for each of the {pairs} pairs of "
+                "numbers of a head that are rotated"
             )
 
 
@@ -603,7 +655,7 @@ def _read_attention(
 ) -> LayerGeometry | ReadsLayer:
     own = config.per_layer_config[number]
     window = _native_window(own, attention, kind)
-    rotary = kind if _has_table_per_type(config) else _DEFAULT_ROTARY
+    rotary = kind if _has_table_per_type(config) else ONE_ROTARY
     if trait is not None:
         if trait.reads is not None:
             return ReadsLayer(trait.reads)
@@ -662,6 +714,21 @@ def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor
         return found
 
     return rotate
+
+
+def _tables_of(rotary: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """LongRoPE's module as two that stay as they are: for long histories, and for short ones."""
+    config: Any = rotary.config
+    short = config.rope_parameters["original_max_position_embeddings"]
+    tables = []
+    for length in (short + 1, short):
+        table: Any = copy.copy(rotary)
+        table._buffers = dict(rotary._buffers)
+        table.rope_type = "default"  # it is not to look for the longest sequence
+        frequencies = ROPE_INIT_FUNCTIONS[_LONGROPE](config, table.inv_freq.device, seq_len=length)[0]
+        table.inv_freq = table.original_inv_freq = frequencies
+        tables.append(table)
+    return tables[0], tables[1]
 
 
 def _replace_rotary(

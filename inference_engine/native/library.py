@@ -334,10 +334,11 @@ class NativeLayer(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """A rotation table. The caller keeps the array of `frequencies` alive."""
+    """A rotation table. The caller keeps the arrays of frequencies alive."""
 
     _fields_ = (
         ("frequencies", ctypes.c_void_p),
+        ("short_frequencies", ctypes.c_void_p),
         ("turned", ctypes.c_int64),
         ("trained", ctypes.c_int64),
         ("factor", ctypes.c_float),

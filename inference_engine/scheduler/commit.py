@@ -200,7 +200,7 @@ class StepResults:
         position = request.session.history.length - len(samples)
         if not request.generated:
             self._report_first(request, position, now)
-        seen = None if request.sampler is None or request.sampler.seen is None else request.sampler
+        looking = request.sampler if request.sampler is not None and request.sampler.looks_back else None
         for token_id, logprob, _ in samples:
             if request.generated:
                 self._metrics.inter_token_seconds.note(now - request.token_at)
@@ -208,8 +208,8 @@ class StepResults:
             request.last_query = position - 1
             request.generated += 1
             self._reported += 1
-            if seen is not None:
-                seen.observe(token_id)
+            if looking is not None:
+                looking.observe(token_id)
             request.on_token(request, token_id, position, logprob)
             position += 1
         if reason := _stop_reason(request, samples[-1].token_id):

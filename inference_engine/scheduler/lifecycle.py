@@ -283,9 +283,11 @@ class Beginnings:
             return True
         sampling = request.params.sampling
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
-        request.sampler = Sampler.start(sampling, request.seed, seen, self._vocab_size, session.kv.context.device)
         history, before = session.history, request.earlier.generated
         ids = history.ids(len(history) - before, len(history)).tolist() if before else []
+        request.sampler = Sampler.start(
+            sampling, request.seed, seen, self._vocab_size, session.kv.context.device, generated=ids
+        )
         if request.params.stop_sequences:
             request.stops = StopSequences(request.params.stop_sequences, ids)
         if request.grammar is not None:

@@ -486,7 +486,7 @@ class Scheduler:
         return len(batch) == len(self._running) and all(
             block.sampled == len(block.token_ids) == 1
             and block.sampler is not None
-            and block.sampler.seen is None
+            and not block.sampler.looks_back
             and block.sampler.masks is None
             for block in blocks
         )

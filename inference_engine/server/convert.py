@@ -201,6 +201,8 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
             top_k=request.top_k,
             min_p=request.min_p,
             repetition_penalty=request.repetition_penalty if request.HasField("repetition_penalty") else 1.0,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
             logit_bias=dict(request.logit_bias),
             seed=request.seed if request.HasField("seed") else None,
         ),

@@ -104,7 +104,9 @@ class Admission:
         tokens: the length of its history, if its memory grows with it; None: it gets all memory that it may need.
         Raises NoCapacity or QuotaExceeded; then no session was evicted or dropped.
         """
-        prefixes = () if parent is None else self.shared(parent, kept_tokens)
+        prefixes: tuple[SharedPrefix, ...] = ()
+        if parent is not None and parent.context.geometry.rotates_as(self._context.geometry.within(limit_tokens)):
+            prefixes = self.shared(parent, kept_tokens)
         base, limit = prefixes[0].end if prefixes else 0, limit_tokens
         if tokens is not None and grows_with_history(strategy, self._context, limit_tokens):
             assert limit_tokens is not None

@@ -132,7 +132,7 @@ class Prefixes:
         """Hash up to the borders that its history has passed since."""
         step, history, digests = session.kv.context.geometry.segment_tokens, session.history, list(session.digests)
         reads_marks, known = session.kv.is_selective, len(digests)
-        last = digests[-1] if digests else f"{session.owner}\0{session.kv.strategy}".encode()
+        last = digests[-1] if digests else _begin(session)
         first = border(known - 1, step)
         while (until := border(len(digests), step)) <= len(history):
             hashed = hashlib.blake2b(last, digest_size=_DIGEST_BYTES)
@@ -157,6 +157,13 @@ def border(index: int, segment: int) -> int:
 def are_kin(session: Session, other: Lender) -> bool:
     """Was one forked from the other, or both from a third?"""
     return session.family is not None and session.family is other.family
+
+
+def _begin(session: Session) -> bytes:
+    """What a segment's hash begins with: whose entries can be read if the ids are equal."""
+    kv = session.kv
+    rotaries = sorted({layer.rotary for layer in kv.context.geometry.layers})
+    return "\0".join((session.owner, str(kv.strategy), *rotaries)).encode()
 
 
 def in_common(one: Lender, other: Lender) -> int:

@@ -152,7 +152,7 @@ class SessionStore:
                 parent=parent.kv,
                 kept_tokens=entries_kept(at),
             )
-            kv.coming = parent.kv.kept(entries_kept(at))
+            kv.coming = kv.kept_of(parent.kv, entries_kept(at))
             try:
                 session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
             except BaseException:

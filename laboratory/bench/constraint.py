@@ -233,6 +233,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
             values[f"outputs that validate, {FREE}, {name}"] = record.exact(free.valid / arguments.control, "share")
             values[f"tokens of an output, {HELD}, {name}"] = record.exact(held.tokens / arguments.schemas, "tokens")
             wrong += held.wrong
+            save(payload)
     if wrong:
         payload["wrong"] = f"{len(wrong)} outputs do not validate, such as {wrong[0]}"
     payload["headlines"] = [name for name in values if "÷" in name or "validate" in name or "cut" in name]

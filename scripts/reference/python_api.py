@@ -13,22 +13,26 @@ from pathlib import Path
 
 import kakeya
 import kakeya.tokenization
+import kakeya.tools
 from scripts.reference.api import Entry, Member
 
 PACKAGE = Path(kakeya.__file__).parent
 TOKENIZATION = "tokenization"
+TOOLS = "tools"
 CONSTRUCTOR = "__init__"
-CONSTRUCTED = ("Client", "AsyncClient")  # all other classes are frozen values, whose fields say it, or made by a call
+# All other classes are frozen values, whose fields say it, or made by a call.
+CONSTRUCTED = ("Client", "AsyncClient", "Tools")
 _WIDE = 100  # columns, beyond which a signature is broken into lines
 
 
 def entries() -> list[Entry]:
-    """Every name of `kakeya.__all__` and `kakeya.tokenization.__all__`, in the order in which they are defined.
+    """Every name of `kakeya.__all__`, `kakeya.tokenization.__all__` and `kakeya.tools.__all__`, as they are defined.
 
     Raises LookupError for one that is not found.
     """
     names = [(kakeya, name, "") for name in kakeya.__all__]
     names += [(kakeya.tokenization, name, TOKENIZATION) for name in kakeya.tokenization.__all__]
+    names += [(kakeya.tools, name, TOOLS) for name in kakeya.tools.__all__]
     return [entry for _, entry in sorted((_entry(*one) for one in names), key=lambda found: found[0])]
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from scripts.reference.markdown import page
-from scripts.reference.python_api import TOKENIZATION, entries
+from scripts.reference.python_api import TOKENIZATION, TOOLS, entries
 from scripts.reference.sdk_page import sections
 
 INTRODUCTION = """
-    `from kakeya import Client`; everything below is in `kakeya`, but for the last section, which is in
-    `kakeya.tokenization`. How to use it: [the SDK's guide](../../sdks/python/README.md). The same in TypeScript:
-    [both, side by side](sdk_names.md).
+    `from kakeya import Client`; everything below is in `kakeya`, but for the last two sections, which are in
+    `kakeya.tokenization` and `kakeya.tools`. How to use it: [the SDK's guide](../../sdks/python/README.md). The same in
+    TypeScript: [both, side by side](sdk_names.md).
 """
 
 TITLES = {
@@ -23,6 +23,7 @@ TITLES = {
     "_retry": "Retries",
     "_errors": "Errors",
     TOKENIZATION: "Tokenization",
+    TOOLS: "Tools",
 }
 
 

@@ -194,7 +194,17 @@ def sound_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0],
+                    "long_factor": [1.0],
+                }
+            },
+            "short_factor of 1 numbers",
+        ),
         ({"layer_types": ["full_attention"] * 3 + ["linear_attention"]}, "linear_attention"),
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
         ({"vocab_size": "many"}, "config.json"),

@@ -40,7 +40,17 @@ def listed_ops() -> DeviceOps:
 
 @pytest.mark.parametrize(
     "family",
-    [further("llama"), further("qwen2"), "smollm3", further("gemma2"), "gemma3", "qwen3_moe", "qwen2_moe", "glm4_moe"],
+    [
+        further("llama"),
+        further("qwen2"),
+        "smollm3",
+        further("gemma2"),
+        "gemma3",
+        "longrope",
+        "qwen3_moe",
+        "qwen2_moe",
+        "glm4_moe",
+    ],
 )
 def test_listed_steps_give_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []

@@ -114,8 +114,10 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (MambaForCausalLM, MambaConfig(), "num_attention_heads"),
     (
         LlamaForCausalLM,
-        LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-        "dynamic",
+        LlamaConfig(
+            rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}
+        ),
+        "short_factor of 1 numbers",
     ),
     (GPTJForCausalLM, GPTJConfig(), "does not run with another attention function"),
     (FalconForCausalLM, FalconConfig(), "does not run with another attention function"),

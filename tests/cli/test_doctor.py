@@ -104,12 +104,17 @@ def test_a_family_that_is_not_served_fails_with_the_reason(
 ) -> None:
     folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
     config = json.loads((folder / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0],
+        "long_factor": [1.0],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     assert doctor("--model", folder) == 1
     found = lines(capsys.readouterr().out)
     assert found["family"][0] == "fail"
-    assert "'dynamic'" in found["family"][1]
+    assert "short_factor of 1 numbers" in found["family"][1]
 
 
 def test_cores_are_those_that_the_process_may_use_and_more_threads_are_a_warning(

@@ -95,7 +95,7 @@ def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read
         (("--model", "smollm2-135m", "--cache-dir", "{empty}"), "kakeya models fetch smollm2-135m"),
         (("--model", "org/name@v2", "--cache-dir", "{empty}"), "kakeya models fetch org/name@v2"),
         (("--model", "{tampered}"), "adapter_config.json"),
-        (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "rotary kind 'dynamic'"),
+        (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "short_factor of 1 numbers"),
         (("--model", "{tiny}", "--drafter=ngrams"), "drafter must be auto, none, ngram, trained or a folder that is"),
         (("--model", "{tiny}", "--latent=never"), "latent must be auto, none or a folder that is there, got 'never'"),
         (("--model", "{tiny}", "--device", "cuda:99"), "device 'cuda:99' cannot be used here"),
@@ -120,7 +120,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     (tampered / "adapter_config.json").write_text("{}")
     unserved = Path(shutil.copytree(tiny_folder, tmp_path / "unserved"))
     config = json.loads((unserved / "config.json").read_text())
-    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    rotary = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]}
     (unserved / "config.json").write_text(json.dumps({**config, "rope_parameters": rotary}))
     (unserved / "model.safetensors").write_bytes(b"not weights at all")
     values = {"tiny": tiny_folder, "empty": tmp_path / "empty", "tampered": tampered, "unserved": unserved}

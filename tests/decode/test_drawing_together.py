@@ -91,7 +91,7 @@ def test_other_draws_are_not_the_largest_logits_of_their_rows(other: str) -> Non
         case "sampled":
             second = replace(second, sampler=Sampler(Sampling(temperature=1.0), 1))
         case "penalised":
-            second = replace(second, sampler=replace(greedy, seen=torch.zeros(40, dtype=torch.bool)))
+            second = replace(second, sampler=Sampler(Sampling(frequency_penalty=0.1), 1))
         case "with logprobs":
             second = replace(second, needs_logprob=True)
         case "of two rows":
@@ -217,6 +217,7 @@ SAMPLINGS = [
     Sampling(),
     Sampling(temperature=0.7, seed=1),
     Sampling(repetition_penalty=1.4),
+    Sampling(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.2, seed=3),
     Sampling(temperature=1.2, top_p=0.9, seed=2),
     Sampling(temperature=0.8, min_p=0.1, repetition_penalty=1.2, logit_bias={5: 1.5}, seed=3),
     Sampling(temperature=1.5, top_k=20, seed=4),

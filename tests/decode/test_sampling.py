@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from inference_engine.kernels.sampling import Draw, Sampler
 from inference_engine.kernels.sampling import draw as draw_all
 from inference_engine.kernels.sampling import draw_all as draw_step
 from inference_engine.types import Sampling
-from tests.decode.plain_sampling import filtered_probabilities, next_token, seen
+from tests.decode.plain_sampling import filtered_probabilities, next_token, penalised, seen
 
 V = 12
 
@@ -122,6 +123,31 @@ def test_the_penalty_touches_every_id_of_the_history_and_what_is_generated_since
     assert next_token(negative, torch.tensor([-9.0, -9.0, -1.0, -1.05]), 0) == 3
 
 
+def test_presence_and_frequency_penalties_count_what_is_generated_and_what_is_drafted() -> None:
+    """Each row as if the draft tokens before it had come: by observing them, one by one, the same to the bit."""
+    sampling = Sampling(presence_penalty=0.3, frequency_penalty=-0.7, repetition_penalty=1.3, logit_bias={2: 0.1})
+    came, drafted = [4, 4, 7], [2, 4, 2, 9, 2]
+    raw = torch.randn(len(drafted) + 1, V, generator=torch.Generator().manual_seed(2))
+    history = [0, 2, *came]
+
+    def at(generated: list[int]) -> Sampler:
+        known = seen([*history, *generated[len(came) :]], V)
+        return Sampler.start(sampling, 3, known, V, torch.device("cpu"), generated=generated)
+
+    along, observing = at(came).adjusted(raw, drafted), at(came)
+    for row in range(len(raw)):
+        generated = [*came, *drafted[:row]]
+        expected = penalised(raw[row], replace(sampling, logit_bias={}), [*history, *drafted[:row]])
+        for token in set(generated):
+            expected[token] -= torch.tensor(0.3 - 0.7 * generated.count(token))
+        expected[2] += torch.tensor(0.1)
+        assert torch.equal(along[row], expected)
+        assert torch.equal(observing.adjusted(raw[row : row + 1], [])[0], expected)
+        assert torch.equal(at(generated).adjusted(raw[row : row + 1], [])[0], expected)
+        if row < len(drafted):
+            observing.observe(drafted[row])
+
+
 OUT_OF_RANGE: list[tuple[str, object]] = [
     ("temperature", -0.1),
     ("temperature", 5e-324),
@@ -135,6 +161,8 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
     ("repetition_penalty", 0.0),
     ("repetition_penalty", 1e-30),
     ("repetition_penalty", math.inf),
+    ("presence_penalty", 2.01),
+    ("frequency_penalty", math.nan),
     ("top_k", -1),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: 1001.0}),

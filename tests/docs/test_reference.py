@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 
 import kakeya
 import kakeya.tokenization
+import kakeya.tools
 from inference_engine.cli.main import parser
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
@@ -64,7 +65,7 @@ def test_every_key_of_a_models_files_is_on_the_page_with_what_becomes_of_it(keys
         assert f"| `{key}` | {effect} |" in page
 
 
-@pytest.mark.parametrize("module", [kakeya, kakeya.tokenization], ids=["kakeya", "tokenization"])
+@pytest.mark.parametrize("module", [kakeya, kakeya.tokenization, kakeya.tools], ids=["kakeya", "tokenization", "tools"])
 def test_every_public_name_of_the_python_sdk_is_on_the_page_with_its_members(module: ModuleType) -> None:
     page = python_sdk.render()
     sections = dict(re.findall(r"^### (\S+)\n(.*?)(?=^##+ |\Z)", page, re.MULTILINE | re.DOTALL))

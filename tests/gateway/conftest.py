@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+from inference_engine.engine import Engine
 from inference_engine.server.address import names_this_machine
 from kakeya import AsyncClient, Client
 from kakeya_gateway.app import Gateway, create_app
@@ -39,11 +40,17 @@ def gateway_for(target: str, **settings: Any) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def target() -> Iterator[str]:
+def engine() -> Iterator[Engine]:
+    """Where every entry stays, so that nothing but what is new is computed."""
     engine = served_engine(windowed=False, end_ids=(tiny_tokenizer().convert_tokens_to_ids(END),))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def target(engine: Engine) -> Iterator[str]:
     with server_thread(engine) as target:
         yield target
-    engine.close()
 
 
 @pytest.fixture

@@ -61,9 +61,25 @@ def ends_with(count: int, index: int | None = None) -> Callable[[list[int], list
     )
 
 
+def repeats_less(plain: list[int], found: list[int], _: Finished) -> bool:
+    return len(set(found)) > len(set(plain))
+
+
 LETTERS = Constraint(kind=ConstraintKind.REGEX, source="(abc|abd){9}")
 
+PENALISED = replace(SAMPLED, presence_penalty=0.7, frequency_penalty=0.4)
 CASES = [
+    Case(
+        "penalties",
+        lambda _: with_(sampling=PENALISED),
+        repeats_less,
+    ),
+    Case(
+        "greedy penalties",
+        lambda _: with_(sampling=replace(PENALISED, temperature=0.0, top_p=1.0)),
+        repeats_less,
+        Sampling(),
+    ),
     Case(
         "a stop sequence",
         lambda plain: with_(stop_sequences=((1, 2, 3), tuple(plain[9:11]), tuple(plain[8:11]), (plain[10], 7))),
@@ -99,7 +115,7 @@ def read(events: list[Event]) -> tuple[list[int], Finished]:
 
 def said_of(end: Finished) -> tuple[object, ...]:
     """What an end says of the tokens, and not of what they took."""
-    return end.stop_reason, end.stop_sequence, end.fits_constraint, end.generated_tokens, end.history_length, end.seed
+    return end.stop_reason, end.stop_sequence, end.fits_constraint, end.generated_tokens, end.history_length
 
 
 def plain_tokens(engine: Engine, case: Case) -> list[int]:
@@ -170,8 +186,8 @@ def test_an_option_holds_for_a_generate_that_was_stopped_or_killed_and_for_a_for
 def test_every_strategy_has_the_options(strategy: KVStrategy) -> None:
     """All of them at once, drafted and not, and in parts."""
     with constrained(drafter=NgramDrafter(min_ngram=1), draft_tokens=4) as engine:
-        plain = generated(engine, opened(engine, strategy), with_(drafting=False))[0]
-        params = with_(stop_sequences=(tuple(plain[12:14]),))
+        plain = generated(engine, opened(engine, strategy), with_(sampling=PENALISED, drafting=False))[0]
+        params = with_(sampling=PENALISED, stop_sequences=(tuple(plain[12:14]),))
         whole, end = generated(engine, opened(engine, strategy), replace(params, drafting=False))
         drafted, drafted_end = generated(engine, opened(engine, strategy), params)
         assert (drafted, said_of(drafted_end)) == (whole, said_of(end))

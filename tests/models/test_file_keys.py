@@ -319,7 +319,7 @@ def test_the_table_has_every_field_of_transformers_class(family: str) -> None:
     assert not unlisted([*(field.name for field in fields(kind)), *kind.attribute_map.values()], CONFIG_KEYS)
 
 
-def test_keys_of_a_rotation_change_it_or_are_refused(tmp_path: Path, cache: Path) -> None:
+def test_keys_of_a_rotation_change_it(tmp_path: Path, cache: Path) -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 5e4, "factor": 4.0, "original_max_position_embeddings": 32}
     llama3 = {**yarn, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     long = {**yarn, "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -338,10 +338,11 @@ def test_keys_of_a_rotation_change_it_or_are_refused(tmp_path: Path, cache: Path
         "truncate": (yarn, False),
         "low_freq_factor": (llama3, 2.0),
         "high_freq_factor": (llama3, 8.0),
+        "long_factor": ({**long, "original_max_position_embeddings": 2}, [3.0] * 8),
+        "short_factor": ({**long, "original_max_position_embeddings": 128}, [3.0] * 8),
     }
-    refused = {"short_factor": long, "long_factor": long}
     by_kind = {"full_attention", "sliding_attention", "partial_rotary_factor"}  # of other families
-    assert set(changes) | set(refused) | by_kind == set(effects(ROPE_KEYS, HONOURED, REFUSED))
+    assert set(changes) | by_kind == set(effects(ROPE_KEYS, HONOURED, REFUSED))
     path = folder(tmp_path / "model", "llama", {})
     for key, (others, value) in changes.items():
         edit(path, {"rope_parameters": dict(others)})

@@ -47,6 +47,17 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(num_hidden_layers=4),
     "gemma3": Gemma3TextConfig(num_hidden_layers=7),
     "phi3": Phi3Config(num_hidden_layers=2, pad_token_id=None),
+    "longrope": Phi3Config(
+        num_hidden_layers=2,
+        pad_token_id=None,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + 0.01 * pair for pair in range(36)],
+            "long_factor": [1.0 + pair for pair in range(36)],
+        },
+    ),
     "qwen3_moe": Qwen3MoeConfig(num_hidden_layers=4, mlp_only_layers=[1], norm_topk_prob=True),
     "qwen2_moe": Qwen2MoeConfig(num_hidden_layers=2),
     "mixtral": MixtralConfig(num_hidden_layers=2),

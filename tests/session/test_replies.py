@@ -69,13 +69,17 @@ def digests(*contents: tuple[object, ...]) -> set[bytes]:
 
 def test_contents_that_differ_in_anything_have_different_digests() -> None:
     params = GenerateParams(max_tokens=3, sampling=Sampling(logit_bias={1: 0.5, 2: 1.0}, seed=7))
-    changed: dict[str, Any] = dict(
-        zip(
-            [field.name for field in dataclasses.fields(params)],
-            (4, Sampling(seed=7), (1,), True, 5, False, Constraint(kind=ConstraintKind.REGEX, source="a")),
-            strict=True,
-        )
-    )
+    changed: dict[str, Any] = {
+        "max_tokens": 4,
+        "sampling": Sampling(seed=7),
+        "stop_token_ids": (1,),
+        "logprobs": True,
+        "expected_history_length": 5,
+        "drafting": False,
+        "constraint": Constraint(kind=ConstraintKind.REGEX, source="a"),
+        "stop_sequences": ((1, 2),),
+    }
+    assert list(changed) == [field.name for field in dataclasses.fields(params)]
     others: list[tuple[object, ...]] = [
         (dataclasses.replace(params, **{name: value}),) for name, value in changed.items()
     ]

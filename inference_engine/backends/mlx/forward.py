@@ -81,6 +81,8 @@ class MlxForward:
             layers=self.spec.layers,
             itemsize=self.compute_dtype.itemsize,
             trained_positions=self.spec.trained_positions,
+            short_positions=self.spec.short_positions,
+            is_endless=self.spec.is_endless,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
         )
@@ -117,7 +119,11 @@ class MlxForward:
             attention = _Together(plan, self.spec, self._pools[plan.pool.address], self._uses_metal)
         try:
             logits, tapped = self._program.run(
-                step.token_ids, plan.positions, attention, logit_queries=step.logit_queries, tap_layers=step.tap_layers
+                step.token_ids,
+                plan.rotary_positions,
+                attention,
+                logit_queries=step.logit_queries,
+                tap_layers=step.tap_layers,
             )
             computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
             mx.async_eval(computed)  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.program import TensorSource
 from inference_engine.errors import ModelError
 from inference_engine.kernels.routing import Router
+from inference_engine.kv.geometry import SHORT_ROTARY
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import (
     Add,
@@ -59,6 +60,7 @@ class MLXProgram:
         self.dtype = dtype
         self._trained = spec.trained_positions
         self._rotaries = {name: (table.frequencies, table.factor) for name, table in spec.rotaries.items()}
+        self._short = self._rotaries.pop(SHORT_ROTARY, None)
         limits = Limits()  # before the weights: what they are made of is let go one by one
         self._matrices: dict[tuple[str, ...], list[Matrix]] = {}
         self._arrays: list[mx.array] = []
@@ -115,10 +117,13 @@ class MLXProgram:
     def _turns(self, name: str, positions: NDArray[np.int64]) -> tuple[mx.array, mx.array]:
         """Cosines and sines [N, 1, turned / 2], as transformers has them: past the trained positions in float64."""
         angles, factor = self._rotaries[name]
+        if self._short is not None:
+            angles = np.where(positions[:, None] < 0, self._short[0], angles)
+            positions = np.maximum(positions, ~positions)
         turns = positions.astype(np.float32)[:, None] * angles
         cos, sin = np.cos(turns), np.sin(turns)
         if (far := positions >= self._trained).any():
-            exact = positions[far].astype(np.float64)[:, None] * angles.astype(np.float64)
+            exact = positions[far].astype(np.float64)[:, None] * np.broadcast_to(angles, turns.shape)[far]
             cos[far], sin[far] = np.cos(exact), np.sin(exact)
         scale = np.float32(factor)
         return tuple(mx.array(part * scale).astype(self.dtype)[:, None] for part in (cos, sin))  # type: ignore[return-value]

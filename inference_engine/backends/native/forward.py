@@ -152,6 +152,8 @@ class NativeForward:
             layers=self.spec.layers,
             itemsize=self._kv_dtype.itemsize,
             trained_positions=self.spec.trained_positions,
+            short_positions=self.spec.short_positions,
+            is_endless=self.spec.is_endless,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
@@ -279,7 +281,7 @@ class _Arguments:
     def filled(self, step: Step) -> NativeStep:
         """The structure for a step that they fit, valid until the next one. Not in it: where the results go."""
         plan, native = step.plan, self._native
-        self._ids[:], self._positions[:], self._queries[:] = step.token_ids, plan.positions, step.logit_queries
+        self._ids[:], self._positions[:], self._queries[:] = step.token_ids, plan.rotary_positions, step.logit_queries
         numbers = _address_of(plan.numbers.all)
         np.add(self._writes_at, numbers, out=self._writes)
         native.regions = numbers + self._regions

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from inference_engine.backends.model_spec import RotaryTable
 from inference_engine.backends.native.tile_memory import TileMemory
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
+from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY
 from inference_engine.models.checkpoint import unpacked
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.mapped import let_go
@@ -140,7 +141,8 @@ class Program:
         self.registers = {name: index for index, name in enumerate(steps.widths)}
         self.packed: _Packed = _Packed(library, checkpoint, weights, None if shares is None else shares.packed)
         self._vectors: list[NDArray[np.float32]] = []
-        self.tables = {name: index for index, name in enumerate(rotaries)}
+        # Of what tokens are rotated by; SHORT_ROTARY is part of the other.
+        self.tables = {name: index for index, name in enumerate(name for name in rotaries if name != SHORT_ROTARY)}
         self.turned = {name: 2 * len(table.angles) for name, table in rotaries.items()}
         with self.packed.packing(threads or usable_cores()):
             self._operations = [one for each in steps.operations for one in KERNELS[each](self, each)]
@@ -199,11 +201,18 @@ class Program:
                 for one, entry in ((layer, layer.entry) for layer in self.steps.layers)
             )
         )
-        self._frequencies = [table.frequencies for table in rotaries.values()]
-        tables = (Rotary * len(rotaries))(
+        self._frequencies = {name: table.frequencies for name, table in rotaries.items()}
+        short = self._frequencies.get(SHORT_ROTARY)
+        tables = (Rotary * len(self.tables))(
             *(
-                Rotary(frequencies.ctypes.data, 2 * len(frequencies), trained, table.factor)
-                for frequencies, table in zip(self._frequencies, rotaries.values(), strict=True)
+                Rotary(
+                    self._frequencies[name].ctypes.data,
+                    None if short is None or name != ONE_ROTARY else short.ctypes.data,
+                    2 * len(self._frequencies[name]),
+                    trained,
+                    rotaries[name].factor,
+                )
+                for name in self.tables
             )
         )
         widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())

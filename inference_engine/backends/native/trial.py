@@ -16,7 +16,7 @@ from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
-from inference_engine.kv.geometry import LayerTraits
+from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY, LayerTraits
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import Library, ProductIdentity
@@ -74,7 +74,8 @@ def check_rotation(twin: Twin, spec: ModelSpec) -> None:
     """Raise NoStepListError unless keys are moved as the model itself moves them."""
     shifts = torch.tensor([0, 1, 7, -1, -5, spec.trained_positions + 3])
     for name in spec.rotaries:
-        head_dim = next(layer.head_dim for layer in spec.layers if layer.rotary == name)
+        declared = ONE_ROTARY if name == SHORT_ROTARY else name
+        head_dim = next(layer.head_dim for layer in spec.layers if layer.rotary == declared)
         keys = torch.from_numpy(np.random.default_rng(0).standard_normal((2, len(shifts), head_dim), np.float32))
         for some in (shifts[shifts >= 0], shifts[shifts <= 0]):
             own, expected = (rotate(keys[:, : len(some)], some, name) for rotate in (spec.rotate, twin.seam.rotate))

@@ -53,4 +53,4 @@ class SinkWindow(CodecStrategy):
         return cls(sink=2, window=8), cls(sink=2, window=20, codec="identity", exact_window=8)
 
     def length_limit(self, geometry: Geometry) -> int | None:
-        return None
+        return None if geometry.is_endless else geometry.trained_positions

@@ -86,10 +86,12 @@ class Run {
     turns.resize((size_t)(s_.tokens * rotary.turned) + 2 * LANES);
     each(s_.tokens, [&](int64_t token) {
       int64_t position = s_.positions[token];
+      const float* frequencies = position < 0 ? rotary.short_frequencies : rotary.frequencies;
+      if (position < 0) position = ~position;
       float* cosines = turns.data() + token * rotary.turned;
       for (int64_t i = 0; i < half; i++) {
-        double angle = position < rotary.trained ? (double)((float)position * rotary.frequencies[i])
-                                                 : (double)position * (double)rotary.frequencies[i];
+        double angle = position < rotary.trained ? (double)((float)position * frequencies[i])
+                                                 : (double)position * (double)frequencies[i];
         cosines[i] = (float)std::cos(angle) * rotary.factor;
         cosines[half + i] = (float)std::sin(angle) * rotary.factor;
       }

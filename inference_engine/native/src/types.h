@@ -247,8 +247,9 @@ struct Layer {
 };
 
 // A rotation table. turned: numbers of a head that are rotated; frequencies: [turned / 2]; factor: of cosine and sine.
+// short_frequencies: of tokens whose position is given as ~position; null: there are none.
 struct Rotary {
-  const float* frequencies;
+  const float *frequencies, *short_frequencies;
   int64_t turned, trained;
   float factor;
 };

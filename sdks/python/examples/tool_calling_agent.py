@@ -1,7 +1,8 @@
 """An agent with two local tools that keeps one session for its whole conversation.
 
-Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
-object; small models write it in many forms, so it is read leniently, and what cannot be used is reported to the model.
+Every turn appends only what is new: the question, then each tool's result. The first turn has to call a tool, in the
+format and with arguments of the types that the functions have; later ones may. A call fits by construction: what
+generates it can write nothing else.
 
     pip install './sdks/python[tokenization]'                   # in the repository's folder
     kakeya serve                                                # in another terminal
@@ -12,107 +13,86 @@ object; small models write it in many forms, so it is read leniently, and what c
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated
 
-from kakeya import Client, KakeyaError, Session
-from kakeya.tokenization import (
-    ChatTokenizer,
-    end_of_turn_ids,
-    load_tokenizer,
-    tokens_for_chat,
-    tokens_for_next_turn,
-)
-
-SYSTEM = """\
-You answer with the help of tools. To use one, write only its JSON object:
-{"tool": "add", "arguments": {"a": 2, "b": 3}}
-{"tool": "count_words", "arguments": {"text": "three short words"}}
-Once the tool has answered, answer the question in plain text."""
+from kakeya import Client, KakeyaError, Session, ToolFormatUnknown
+from kakeya.tokenization import ChatTokenizer, end_of_turn_ids, load_tokenizer
+from kakeya.tools import TextPart, ToolCall, ToolResult, Tools
 
 # A small model follows an example better than an instruction.
 SHOWN = [
     {"role": "user", "content": "What is 20 + 7?"},
-    {"role": "assistant", "content": '{"tool": "add", "arguments": {"a": 20, "b": 7}}'},
-    {"role": "user", "content": "The tool answered: 27"},
+    {"role": "assistant", "content": '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 7}}\n</tool_call>'},
+    {"role": "user", "content": "<tool_response>\n27\n</tool_response>"},
     {"role": "assistant", "content": "20 + 7 is 27."},
     {"role": "user", "content": "How many words are in: red green blue"},
-    {"role": "assistant", "content": '{"tool": "count_words", "arguments": {"text": "red green blue"}}'},
-    {"role": "user", "content": "The tool answered: 3"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>\n{"name": "count_words", "arguments": {"text": "red green blue"}}\n</tool_call>',
+    },
+    {"role": "user", "content": "<tool_response>\n3\n</tool_response>"},
     {"role": "assistant", "content": "There are 3 words."},
 ]
 
 
-def add(a: float, b: float) -> str:
-    return f"{float(a) + float(b):g}"
+# Bounds keep a small model from writing on until it is cut.
+Number = Annotated[int, {"minimum": -1_000_000, "maximum": 1_000_000}]
+Text = Annotated[str, {"maxLength": 120}]
 
 
-def count_words(text: str) -> int:
-    return len(str(text).split())
+def add(a: Number, b: Number) -> int:
+    """Add two numbers."""
+    return a + b
 
 
-TOOLS: dict[str, Callable[..., object]] = {"add": add, "count_words": count_words}
+def count_words(text: Text) -> int:
+    """Count the words of a text.
+
+    text: as it was given, without quotes
+    """
+    return len(text.split())
 
 
-def find_tool_call(text: str) -> dict[str, Any] | None:
-    """The first JSON object in `text` that names a tool, wherever it stands and however it spells its keys."""
-    decoder = json.JSONDecoder()
-    start = text.find("{")
-    while start >= 0:
-        try:
-            found, _ = decoder.raw_decode(text, start)
-        except ValueError:
-            found = None
-        if isinstance(found, dict):
-            function = found["function"] if isinstance(found.get("function"), dict) else found
-            name = next((function[key] for key in ("tool", "name", "function") if key in function), None)
-            arguments: Any = next((function[key] for key in ("arguments", "parameters", "args") if key in function), {})
-            if isinstance(name, str):
-                return {"tool": name, "arguments": arguments}
-        start = text.find("{", start + 1)
-    return None
-
-
-def use_tool(call: dict[str, Any]) -> str:
-    """The tool's result, or what was wrong with the call: both are for the model to read."""
-    tool = TOOLS.get(call["tool"])
-    if tool is None:
-        return f"there is no tool {call['tool']!r}; there are {', '.join(TOOLS)}"
+def tools_for(tokenizer: ChatTokenizer) -> tuple[Tools, list[dict[str, str]]]:
+    """The tools, and what is shown of their use to a model whose template knows none."""
     try:
-        arguments = call["arguments"]
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return str(tool(**arguments))
-    except (TypeError, ValueError) as error:
-        return f"the call failed: {error}"
+        return Tools([add, count_words], tokenizer), []
+    except ToolFormatUnknown:
+        return Tools([add, count_words], tokenizer, format="hermes"), SHOWN
 
 
-def speak(session: Session, tokenizer: ChatTokenizer, max_tokens: int) -> tuple[str, tuple[int, ...]]:
-    """Let the model speak; returns its words and the ids it generated."""
-    result = session.generate(max_tokens).result()
-    words = tokenizer.decode(list(result.token_ids), skip_special_tokens=True).strip()
-    print(f"model  {words}")
+def speak(session: Session, tools: Tools, choice: str, max_tokens: int) -> tuple[str, list[ToolCall], Sequence[int]]:
+    """Let the model speak; returns its words, its calls, and the ids it generated."""
+    stream = session.generate(max_tokens, constraint=tools.constraint(choice))
+    words, calls = "", []
+    for part in tools.parts(stream):
+        if isinstance(part, TextPart):
+            words += part.text
+        elif isinstance(part, ToolCall):
+            calls.append(part)
+    result = stream.result()
+    print(f"model  {words.strip() or ', '.join(f'{call.name}{dict(call.arguments)}' for call in calls)}")
     print(f"       {result.prefilled_tokens} tokens read, {result.generated_tokens} written", end=" ")
     print(f"in {result.total_seconds:.2f} s")
-    return words, result.token_ids
+    return words.strip(), calls, result.token_ids
 
 
 def answer(session: Session, tokenizer: ChatTokenizer, question: str, *, max_tokens: int, max_calls: int) -> str:
-    """One question, with as many tool calls as the model asks for (at most `max_calls`)."""
+    """One question, with as many turns of tool calls as the model takes (at most `max_calls`)."""
     print(f"user   {question}")
-    start = [{"role": "system", "content": SYSTEM}, *SHOWN, {"role": "user", "content": question}]
-    session.append(tokens_for_chat(start, tokenizer))
-    words, generated = speak(session, tokenizer, max_tokens)
+    tools, shown = tools_for(tokenizer)
+    session.append(tools.tokens_for_chat([*shown, {"role": "user", "content": question}]))
+    words, calls, generated = speak(session, tools, "required", max_tokens)
     for _ in range(max_calls):
-        call = find_tool_call(words)
-        if call is None:
+        if not calls:
             break
-        result = use_tool(call)
-        print(f"tool   {call['tool']} → {result}")
-        # Every family's template knows the role "user"; few know "tool".
-        answer = [{"role": "user", "content": f"The tool answered: {result}"}]
-        session.append(tokens_for_next_turn(answer, tokenizer, after=generated))
-        words, generated = speak(session, tokenizer, max_tokens)
+        results: list[ToolResult] = []
+        for call in calls:
+            results.append(tools.call(call))
+            print(f"tool   {call.name} → {results[-1].content}")
+        session.append(tools.tokens_for_next_turn(results, after=generated))
+        words, calls, generated = speak(session, tools, "auto", max_tokens)
     return words
 
 

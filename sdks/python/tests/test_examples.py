@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
 import importlib.metadata
 import os
 import re
@@ -18,6 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from inference_engine.config import ServerConfig
+from inference_engine.types import TokenBytes
 from tests.further import further
 
 Example = Callable[[str], ModuleType]
@@ -34,9 +37,18 @@ PRINTED = {
 
 @pytest.fixture(scope="module")
 def roomy_target(run_server: Callable[..., Any]) -> Iterator[str]:
-    """TinyModel without a length limit: an agent's prompt has more characters than it was trained for."""
+    """TinyModel without a length limit: an agent's prompt has more characters than it was trained for. Its tokens are
+    those of the ChatML example."""
+    from tests.tiny import VOCABULARY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        tokenizer: Any = importlib.import_module("tokenization_per_family").FAMILIES["ChatML"].tokenizer()
+    texts = [tokenizer.decode([token_id]).encode() for token_id in range(len(tokenizer))]
+    specials = tuple(tokenizer.added_tokens_decoder)
+    tokens = TokenBytes(tokens=(*texts, *[b""] * (VOCABULARY - len(texts))), specials=specials)
     config = ServerConfig(bind="127.0.0.1:0", drain_seconds=1.0)
-    with run_server(config, strategy="sink_window:sink=4,window=64") as target:
+    with run_server(config, strategy="sink_window:sink=4,window=64", read_tokens=lambda: tokens) as target:
         yield target
 
 
@@ -56,7 +68,7 @@ def test_the_agent_holds_a_conversation_whatever_the_model_says(
     chatml = example("tokenization_per_family").FAMILIES["ChatML"].tokenizer()
     chatml.save_pretrained(tmp_path)
     agent = example("tool_calling_agent")
-    arguments = ["--target", roomy_target, "--tokenizer", str(tmp_path), "--max-tokens", "8", "What is 2 + 3?"]
+    arguments = ["--target", roomy_target, "--tokenizer", str(tmp_path), "--max-tokens", "400", "What is 2 + 3?"]
     assert agent.main(arguments) == 0
     printed = capsys.readouterr().out
     assert "user   What is 2 + 3?" in printed
@@ -71,12 +83,26 @@ def test_the_agent_feeds_tool_results_back(
 
     agent = example("tool_calling_agent")
     tokenizer = example("tokenization_per_family").FAMILIES["ChatML"].tokenizer()
-    says = iter(['Sure!\n```json\n{"name": "add", "parameters": {"a": 2, "b": 3}}\n```', "It is 5."])
-    speak = agent.speak
-    monkeypatch.setattr(agent, "speak", lambda *arguments: (next(says), speak(*arguments)[1]))
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+    words = iter([call, "It is 5."])
+
+    class Saying:
+        """The model's words, over what it generated."""
+
+        def __init__(self, stream: Any) -> None:
+            self._stream, self._ids = stream, tuple(tokenizer.encode(next(words)))
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self._ids)
+
+        def result(self) -> Any:
+            return dataclasses.replace(self._stream.result(), token_ids=self._ids)
+
     with Client(roomy_target) as client, client.create_session() as session:
+        generate = session.generate
+        monkeypatch.setattr(session, "generate", lambda _, **options: Saying(generate(4, **options)))
         assert agent.answer(session, tokenizer, "What is 2 + 3?", max_tokens=4, max_calls=3) == "It is 5."
-        assert session.generate(1).result().prefilled_tokens < session.history_length
+        assert generate(1).result().prefilled_tokens < session.history_length
     assert "tool   add → 5" in capsys.readouterr().out
 
 
@@ -148,7 +174,7 @@ def test_a_program_runs_where_what_its_text_names_is_installed_and_nothing_else(
     for command in commands:
         words = [given.get(word, word) for word in shlex.split(command, comments=True)]
         if program == "tool_calling_agent.py":
-            words += ["--target", roomy_target, "--max-tokens", "8"]
+            words += ["--target", roomy_target, "--max-tokens", "400"]
         call = (sys.executable, "-S", *words)
         done = subprocess.run(
             call, cwd=EXAMPLES, env=environment, check=False, capture_output=True, text=True, timeout=120

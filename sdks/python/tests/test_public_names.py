@@ -10,19 +10,19 @@ import pytest
 
 import kakeya
 import kakeya.tokenization
+import kakeya.tools
 
 PUBLIC = """
 AppendTooLarge AppendUnresolved AsyncClient AsyncGenerateStream AsyncSession AsyncTextStream CallerError Choice Client
-ConnectionFailed
-Constraint ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining Durability EngineStalled Full Gather
-GenerateResult GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit HistoryPiece
-InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated JournalFull
-JsonSchema KakeyaError Lark LayerWindow Mac Mode ModelMismatch Named NoCapacity NonFiniteLogits OutOfMemory Overloaded
-Progress ProtocolError QuotaExceeded Regex RequestIdReused RestorationFailed Restored RetryPolicy RetryableError
-ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo SessionNotFound SessionSummary
-SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed TemplateError TextResult
-TextStream Tiered TokenDetail
-TokenOutOfRange TokenizerError TransportError Unauthenticated
+ConnectionFailed Constraint ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining Durability EngineStalled
+Full Gather GenerateResult GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit
+HistoryPiece InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvalidTool
+InvariantViolated JournalFull JsonSchema KakeyaError Lark LayerWindow Mac Mode ModelMismatch Named NoCapacity
+NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded Regex RequestIdReused RestorationFailed
+Restored RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
+SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed
+TemplateError TextResult TextStream Tiered TokenDetail TokenOutOfRange TokenizerError ToolCallError ToolFormatUnknown
+TransportError Unauthenticated
 """
 
 
@@ -44,12 +44,29 @@ def test_the_public_names_of_tokenization_are_these() -> None:
     ]
 
 
+def test_the_public_names_of_tools_are_these() -> None:
+    assert kakeya.tools.__all__ == [
+        "FieldSyntax",
+        "TextPart",
+        "Tool",
+        "ToolCall",
+        "ToolCallParser",
+        "ToolCallPart",
+        "ToolFormat",
+        "ToolResult",
+        "Tools",
+        "ToolsTurn",
+        "tool_from",
+    ]
+
+
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [
         ("kakeya", ["grpc", "google.protobuf", "kakeya._sync", "kakeya._errors"]),
         ("kakeya.v1.runtime_pb2", ["grpc", "kakeya._sync", "kakeya._async", "kakeya._errors"]),
         ("kakeya.tokenization", ["grpc", "transformers", "jinja2", "torch"]),
+        ("kakeya.tools", ["grpc", "transformers", "jinja2", "torch"]),
         ("kakeya._sync", ["torch", "numpy", "transformers", "inference_engine"]),
     ],
 )

@@ -122,6 +122,10 @@ export interface GenerateOptions extends CallOptions {
   readonly minP?: number | undefined;
   /** 1: off. Applied to every id of the whole history. */
   readonly repetitionPenalty?: number | undefined;
+  /** From -2 to 2; 0: off. Subtracted from the logit of each id that this Generate has given: once. */
+  readonly presencePenalty?: number | undefined;
+  /** The same, once for each time. */
+  readonly frequencyPenalty?: number | undefined;
   /** Added to the logits, by token id. */
   readonly logitBias?: ReadonlyMap<number, number> | undefined;
   /** End this Generate, beside the session's own. */
@@ -201,6 +205,8 @@ const KNOWN = {
     topK: true,
     minP: true,
     repetitionPenalty: true,
+    presencePenalty: true,
+    frequencyPenalty: true,
     logitBias: true,
     stopTokenIds: true,
     stopSequences: true,

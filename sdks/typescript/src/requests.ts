@@ -85,6 +85,8 @@ export function generateRequest(
     ...(topK === undefined ? {} : { topK: uint32Of(topK, "topK") }),
     ...(minP === undefined ? {} : { minP: finiteOf(minP, "minP") }),
     ...(repetitionPenalty === undefined ? {} : { repetitionPenalty: finiteOf(repetitionPenalty, "repetitionPenalty") }),
+    presencePenalty: finiteOf(options.presencePenalty ?? 0, "presencePenalty"),
+    frequencyPenalty: finiteOf(options.frequencyPenalty ?? 0, "frequencyPenalty"),
     logitBias: biasOf(options.logitBias ?? new Map()),
     stopTokenIds: tokenIdsOf(options.stopTokenIds ?? [], "stopTokenIds"),
     stopSequences: (options.stopSequences ?? []).map((one, at) => ({

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         InvalidConstraint,
         InvalidMessages,
         InvalidTokenIds,
+        InvalidTool,
         InvariantViolated,
         JournalFull,
         KakeyaError,
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
         TLSFailed,
         TokenizerError,
         TokenOutOfRange,
+        ToolCallError,
+        ToolFormatUnknown,
         TransportError,
         Unauthenticated,
     )
@@ -116,6 +119,7 @@ __all__ = [
     "InvalidConstraint",
     "InvalidMessages",
     "InvalidTokenIds",
+    "InvalidTool",
     "InvariantViolated",
     "JournalFull",
     "JsonSchema",
@@ -162,6 +166,8 @@ __all__ = [
     "TokenDetail",
     "TokenOutOfRange",
     "TokenizerError",
+    "ToolCallError",
+    "ToolFormatUnknown",
     "TransportError",
     "Unauthenticated",
 ]

@@ -9,7 +9,8 @@
     │   ├── ConstraintUnavailable, ConstraintFailed
     │   ├── StreamTakenOver, SlowConsumer, Unauthenticated
     │   ├── StateError              a client, session or stream used out of order
-    │   └── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
+    │   ├── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
+    │   └── InvalidTool, ToolFormatUnknown, ToolCallError      from kakeya.tools
     ├── RetryableError              wait (`retry_after_seconds`) and try again
     │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, Draining, EngineStalled
     ├── ServerError                 an error in the server
@@ -206,6 +207,30 @@ class TemplateError(CallerError):
 
 class TokenizerError(CallerError):
     """The tokenizer cannot be loaded."""
+
+
+class InvalidTool(CallerError, ValueError):
+    """A tool that has no valid name, schema or function. `path` is the invalid part, such as `add.parameters.a`."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}")
+        self.path = path
+
+
+class ToolFormatUnknown(TemplateError):
+    """The chat template writes no tool calls that can be read again; name a format."""
+
+
+class ToolCallError(CallerError):
+    """What the model wrote is no whole tool call.
+
+    `text` is what it wrote of it, `parts` what was read before it and not given out yet.
+    """
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+        self.parts: tuple[object, ...] = ()
 
 
 class RetryableError(KakeyaError):

@@ -102,6 +102,8 @@ def generate(
     top_k: int | None,
     min_p: float | None,
     repetition_penalty: float | None,
+    presence_penalty: float,
+    frequency_penalty: float,
     logit_bias: Mapping[int, float] | None,
     stop_token_ids: Iterable[int],
     logprobs: bool,
@@ -128,6 +130,8 @@ def generate(
         top_k=None if top_k is None else whole_number(top_k, "top_k", below=_UINT32),
         min_p=_optional_finite(min_p, "min_p"),
         repetition_penalty=_optional_finite(repetition_penalty, "repetition_penalty"),
+        presence_penalty=finite(presence_penalty, "presence_penalty"),
+        frequency_penalty=finite(frequency_penalty, "frequency_penalty"),
         logit_bias={
             token_id: finite(value, f"logit_bias[{token_id}]")
             for token_id, value in zip(biased_ids, bias.values(), strict=True)

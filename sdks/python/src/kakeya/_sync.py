@@ -249,6 +249,8 @@ class Session(SessionBase):
         top_k: int | None = None,
         min_p: float | None = None,
         repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         stop_token_ids: Iterable[int] = (),
         stop_sequences: Iterable[Iterable[int]] = (),
@@ -262,11 +264,12 @@ class Session(SessionBase):
         """Generate from the history; what is generated becomes part of it, token by token.
 
         Greedy unless `temperature` is above 0. The same seed at the same position draws the same token; without one the
-        server draws it, and the result has it. `on_progress` is called, while the stream is read, before the first
-        token. `drafting=False` turns the server's drafter off, which changes the speed, never a token. When the
-        connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is what the
-        tokens have to spell: the result says whether they do, or were cut by `max_tokens`. `stop_sequences` end it when
-        its last tokens are one of them; `GenerateStream.text` knows stop strings.
+        server draws it, and the result has it. `repetition_penalty` is about all ids of the history, `presence_penalty`
+        and `frequency_penalty` about those that this call gives. `on_progress` is called, while the stream is read,
+        before the first token. `drafting=False` turns the server's drafter off, which changes the speed, never a token.
+        When the connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is
+        what the tokens have to spell: the result says whether they do, or were cut by `max_tokens`. `stop_sequences`
+        end it when its last tokens are one of them; `GenerateStream.text` knows stop strings.
 
         From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
         `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
@@ -281,6 +284,8 @@ class Session(SessionBase):
             top_k=top_k,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -110,7 +111,7 @@ def tokens_for_chat(
     tokenizer fails in itself.
     """
     _require_messages(messages)
-    writer = _Writer(tokenizer, {"tools": tools, **template_options}, allow_special_tokens)
+    writer = Writer(tokenizer, {"tools": tools, **template_options}, allow_special_tokens)
     text, encode = writer.write(messages, add_generation_prompt)
     return encode(text)
 
@@ -138,10 +139,25 @@ def tokens_for_next_turn(
     _require_new(messages)
     generated = token_ids(after, "after")
     options = {"tools": tools, **template_options}
-    writer = _Writer(tokenizer, options, allow_special_tokens)
+    writer = Writer(tokenizer, options, allow_special_tokens)
+    one, other = (
+        Spoken({"role": "assistant", "content": writer.said(marker)}, marker) for marker in markers([messages, options])
+    )
+    return ids_after(writer, one, other, messages, generated, add_generation_prompt)
+
+
+def ids_after(
+    writer: Writer,
+    one: Spoken,
+    other: Spoken,
+    messages: Sequence[Message],
+    generated: Sequence[int],
+    add_generation_prompt: bool,
+) -> list[int]:
+    """The ids that follow what the assistant spoke, but for those that were generated. one, other: the same turn with
+    other words. Raises TemplateError as `tokens_for_next_turn`."""
     start: list[Message] = [{"role": "user", "content": writer.said(_USER)}]
     longer = [*start, {"role": "assistant", "content": writer.said(_USER)}, *start]
-    one, other = _markers([*_texts(messages), *_texts(options)])
     end, turn = _after_assistant(writer, start, one, messages, add_generation_prompt)
     if (end, turn) != _after_assistant(writer, longer, other, messages, add_generation_prompt):
         raise TemplateError(
@@ -150,7 +166,7 @@ def tokens_for_next_turn(
         )
     # A template that ends no last turn leaves the end token to the first place of the next.
     longest = max(len(end), 1)
-    present = next((n for n in range(longest, 0, -1) if generated[-n:] == turn[:n]), 0)
+    present = next((n for n in range(longest, 0, -1) if list(generated[-n:]) == turn[:n]), 0)
     return turn[present:]
 
 
@@ -160,9 +176,11 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     A session that names none has those of its server's model. These are for a tokenizer or a template of your own.
     """
     ids = _own_ends(tokenizer)
-    writer = _Writer(tokenizer, template_options, False)
+    writer = Writer(tokenizer, template_options, False)
     question: list[Message] = [{"role": "user", "content": writer.said(_USER)}]
-    end = _rendered_after(writer, question, _markers([*_texts(template_options)])[0], [], False)[1]
+    marker = markers(template_options)[0]
+    spoken = Spoken({"role": "assistant", "content": writer.said(marker)}, marker)
+    end = _rendered_after(writer, question, spoken, [], False)[1]
     # A turn that ends in plain text has no token of its own for it.
     if end and end[0] in tokenizer.added_tokens_decoder:
         ids.append(end[0])
@@ -176,8 +194,9 @@ def _own_ends(tokenizer: ChatTokenizer) -> list[int]:
     return list(dict.fromkeys(at for at in flat if at is not None))
 
 
-def _markers(texts: Sequence[str]) -> list[str]:
-    """The markers, each with as many letters more as it takes to be in none of the texts."""
+def markers(given: Any) -> list[str]:
+    """Two words that are in no text of what is given, however it is nested."""
+    texts = list(_texts(given))
     runs = [[len(run) for text in texts for run in re.findall(f"{word}(x*)", text)] for word in _MARKERS]
     return [
         word + "x" * max((length + 1 for length in found), default=0)
@@ -235,28 +254,28 @@ def _no_text(value: object) -> str | None:
     return None
 
 
-class _Writer:
+class Writer:
     """Writes conversations as one template's text, and knows how to encode it."""
 
     def __init__(self, tokenizer: ChatTokenizer, options: Mapping[str, Any], allow_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._options = options = _with_template(tokenizer, options)
+        self._options = options = with_template(tokenizer, options)
         given = options.get("chat_template")
-        self._special = None if allow_special_tokens else _special_tokens(tokenizer, given)
+        self._special = None if allow_special_tokens else special_tokens(tokenizer, given)
 
     def write(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Callable[[str], list[int]]]:
         """The text, in which special tokens of messages are not spelled out, and what encodes it or its beginning."""
         tokenizer, special = self._tokenizer, self._special
         plain = partial(_encode, tokenizer)
         if special is None:
-            text = _render(tokenizer, messages, add_generation_prompt, self._options)
+            text = render(tokenizer, messages, add_generation_prompt, self._options)
             return text, self._requiring_words(messages, text, add_generation_prompt, plain)
         try:
             conversation = Conversation(special, messages, self._options)
-            text = _render(tokenizer, conversation.messages, add_generation_prompt, conversation.options)
+            text = render(tokenizer, conversation.messages, add_generation_prompt, conversation.options)
             if conversation.is_doubtful:
                 messages, options = conversation.broken()
-                conversation.check_broken(text, _render(tokenizer, messages, add_generation_prompt, options))
+                conversation.check_broken(text, render(tokenizer, messages, add_generation_prompt, options))
         except SpecialTextError as error:
             raise _not_apart(error) from None
 
@@ -276,7 +295,7 @@ class _Writer:
     def _shows(self, words: str, content: Any = None) -> bool:
         message = {"role": "user", "content": words if content is None else content}
         try:
-            return words in _render(self._tokenizer, [message], False, self._options)
+            return words in render(self._tokenizer, [message], False, self._options)
         except TemplateError:
             return False
 
@@ -294,7 +313,7 @@ class _Writer:
     def _require_words(self, messages: Sequence[Message], text: str, add_generation_prompt: bool) -> None:
         """What is said to the model has to be in the rendering: the text itself if it is long enough to be there by no
         accident, or else a marker in its place. The model's own earlier words may be left out, as its reasoning is."""
-        marker = _markers([*_texts(messages), *_texts(self._options)])[0].lower()
+        marker = markers([messages, self._options])[0].lower()
         marked = {
             index: {**message, "content": f"{marker}{index}z"}
             for index, message in enumerate(messages)
@@ -306,7 +325,7 @@ class _Writer:
 
         def rendered_with(some: Mapping[int, Message]) -> str:
             changed = [some.get(index, message) for index, message in enumerate(messages)]
-            return _render(self._tokenizer, changed, add_generation_prompt, self._options).lower()
+            return render(self._tokenizer, changed, add_generation_prompt, self._options).lower()
 
         together = rendered_with(marked) if marked else ""
         for index, message in marked.items():
@@ -318,7 +337,7 @@ class _Writer:
                 )
 
 
-def _with_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_template(tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options, with a template where the tokenizer has several and none that is the default."""
     templates = getattr(tokenizer, "chat_template", None)
     is_chosen = options.get("chat_template") is not None or (options.get("tools") and "tool_use" in (templates or ()))
@@ -334,7 +353,7 @@ def _not_apart(error: SpecialTextError) -> TemplateError:
     return TemplateError(f"{error}; take that out of the messages, or pass allow_special_tokens=True")
 
 
-def _special_tokens(tokenizer: ChatTokenizer, given: str | None) -> SpecialTokens:
+def special_tokens(tokenizer: ChatTokenizer, given: str | None) -> SpecialTokens:
     """given: a template instead of the tokenizer's own, or the name of one of them."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return SpecialTokens.of(
@@ -366,16 +385,27 @@ def _respelled(tokenizer: ChatTokenizer, special: SpecialTokens) -> Respelled:
     return made
 
 
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """An assistant's message with a word that stands in it once. Its turn's end is behind that word and `closing`."""
+
+    message: Message
+    marker: str
+    closing: str = ""
+
+
 def _after_assistant(
-    writer: _Writer,
+    writer: Writer,
     before: Sequence[Message],
-    marker: str,
+    spoken: Spoken,
     messages: Sequence[Message],
     add_generation_prompt: bool,
 ) -> tuple[list[int], list[int]]:
     """Ids that follow the assistant's words: the end of its turn alone, and everything up to its next turn."""
-    end_text, end = _rendered_after(writer, before, marker, [], False)
-    turn_text, turn = _rendered_after(writer, before, marker, messages, add_generation_prompt)
+    end_text, end = _rendered_after(writer, before, spoken, [], False)
+    turn_text, turn = _rendered_after(writer, before, spoken, messages, add_generation_prompt)
+    if not turn_text.startswith(end_text) and spoken.closing:
+        return [], turn  # a call's result can belong to the turn of the call
     if not turn_text.startswith(end_text):
         raise TemplateError(
             f"the chat template ends an assistant's turn with {end_text!r} when it is the last, but goes on with "
@@ -385,21 +415,27 @@ def _after_assistant(
 
 
 def _rendered_after(
-    writer: _Writer,
+    writer: Writer,
     before: Sequence[Message],
-    marker: str,
+    spoken: Spoken,
     messages: Sequence[Message],
     add_generation_prompt: bool,
 ) -> tuple[str, list[int]]:
-    """What the template puts after `marker`, where the assistant says `marker`, as text and as ids."""
-    conversation = [*before, {"role": "assistant", "content": writer.said(marker)}, *messages]
-    text, encode = writer.write(conversation, add_generation_prompt)
+    """What the template puts after what the assistant spoke, as text and as ids."""
+    marker = spoken.marker
+    text, encode = writer.write([*before, spoken.message, *messages], add_generation_prompt)
     if text.count(marker) != 1:
         raise TemplateError(
             f"the chat template shows the assistant's words {text.count(marker)} times instead of once, so the place "
             "after them cannot be found"
         )
     cut = text.index(marker) + len(marker)
+    if not text.startswith(spoken.closing, cut):
+        raise TemplateError(
+            f"the chat template ends a call with {text[cut : cut + len(spoken.closing)]!r} instead of "
+            f"{spoken.closing!r}, so the place after it cannot be found"
+        )
+    cut += len(spoken.closing)
     # Encoded in its place: on its own, some tokenizers put a space before it.
     head, whole = encode(text[:cut]), encode(text)
     if whole[: len(head)] != head:
@@ -410,14 +446,13 @@ def _rendered_after(
     return text[cut:], whole[len(head) :]
 
 
-def _render(
+def render(
     tokenizer: ChatTokenizer, messages: Sequence[Message], add_generation_prompt: bool, options: Mapping[str, Any]
 ) -> str:
     conversation = [dict(message) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
+        apply = _keeping_none(tokenizer) if _holds_none(conversation) else tokenizer.apply_chat_template
+        text = apply(conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **options)
     except _template_failures() as error:
         roles = ", ".join(str(message.get("role")) for message in conversation)
         raise TemplateError(f"the chat template refuses messages of the roles {roles}: {error}") from error
@@ -429,6 +464,28 @@ def _render(
                 "content is a list of parts, and the chat template takes it for text; from_openai_messages joins them"
             )
     return str(text)
+
+
+def _holds_none(conversation: Sequence[Message]) -> bool:
+    return any(value is None for message in conversation for value in message.values())
+
+
+def _keeping_none(tokenizer: ChatTokenizer) -> Callable[..., Any]:
+    """`apply_chat_template` for templates that ask whether content is none: transformers' own drops what is."""
+    find = getattr(tokenizer, "get_chat_template", None)
+    if find is None:
+        return tokenizer.apply_chat_template
+
+    def apply(conversation: Any, *, tokenize: bool, **options: Any) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert not tokenize
+        template = find(options.pop("chat_template", None), options.get("tools"))
+        known = {**getattr(tokenizer, "special_tokens_map", {}), **options}
+        (text,), _ = render_jinja_template(conversations=[conversation], chat_template=template, **known)
+        return str(text)
+
+    return apply
 
 
 def _template_failures() -> tuple[type[Exception], ...]:

@@ -338,6 +338,8 @@ class GenerateRequest(_message.Message):
     CONSTRAINT_FIELD_NUMBER: _builtins.int
     PREFILL_ONLY_FIELD_NUMBER: _builtins.int
     STOP_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit; 0 with prefill_only, and only with it."""
@@ -387,13 +389,18 @@ class GenerateRequest(_message.Message):
     with STOP_REASON_MAX_TOKENS. The history stays as it is. Frames, deadline, cancelling and request_id are as for any
     Generate; how tokens would be drawn plays no part.
     """
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of each id that this Generate has given: presence_penalty once, frequency_penalty once for
+    each time. From -2 to 2; 0: off. What was in the history before does not count; resuming a Generate goes on counting.
+    """
+    frequency_penalty: _builtins.float
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end this Generate, beside the session's eos_token_ids. At most 64."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits, by token id. Finite, within ±1000; at most 1024 entries."""
+        """Added to the logits after the penalties, by token id. Finite, within ±1000; at most 1024 entries."""
 
     @_builtins.property
     def constraint(self) -> Global___Constraint:
@@ -431,10 +438,12 @@ class GenerateRequest(_message.Message):
         constraint: Global___Constraint | None = ...,
         prefill_only: _builtins.bool = ...,
         stop_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "frequency_penalty", b"frequency_penalty", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "presence_penalty", b"presence_penalty", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
@@ -494,7 +503,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 @_typing.final
 class Constraint(_message.Message):
     """What the tokens of one Generate must spell, from its first token to its end. The ids that may follow are those that can
-    still lead to a whole output; among them tokens are drawn as always: penalty and logit_bias come before, and lift nothing
+    still lead to a whole output; among them tokens are drawn as always: penalties and logit_bias come before, and lift nothing
     that is not allowed. An id that ends the Generate, of the session's or of stop_token_ids, is allowed where the output is
     whole, and nowhere else. Where nothing may follow, the Generate ends by itself. A seed gives the same tokens as without
     drafting, and in parts.
