@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_MOST_SCORES = 2**20  # at once, where the operation holds them: what a processor keeps beside it
 _ROOM = 16  # a mask's rows are read by so many numbers at once, at most
 
 
@@ -88,6 +89,8 @@ def attend_causal(
             later, float("-inf")
         )
         return attend(queries, keys, values, mask, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+    if values.shape[2] != head_dim:
+        return _attend_in_pieces(queries, keys, values, scaling)
     # KV heads are the batch, and the heads of a group read the same ones: a stride of 0 instead of a copy.
     group = query_heads // kv_heads
     grouped = queries.transpose(0, 1).reshape(kv_heads, group, query_count, head_dim)
@@ -101,6 +104,23 @@ def attend_causal(
         scale=scaling,
     )
     return out.permute(2, 0, 1, 3).reshape(query_count, query_heads, -1)
+
+
+def _attend_in_pieces(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """As `attend_causal`, where values have another size than keys: no fused operation takes them, and what takes their
+    place copies keys for each head of a group, and holds all scores."""
+    (query_count, query_heads, _), count = queries.shape, keys.shape[1]
+    piece = max(1, _MOST_SCORES // (query_heads * count))
+    outs = []
+    for first in range(0, query_count, piece):
+        own = queries[first : first + piece]
+        seen = count - query_count + first + len(own)
+        mask = None
+        if len(own) > 1:
+            later = torch.ones(len(own), seen, dtype=torch.bool, device=queries.device).triu_(seen - len(own) + 1)
+            mask = torch.zeros_like(later, dtype=queries.dtype).masked_fill_(later, float("-inf"))
+        outs.append(attend(own, keys[:, :seen], values[:, :seen], mask, scaling=scaling))
+    return torch.cat(outs)
 
 
 def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor | None:

@@ -50,6 +50,20 @@ def test_no_mask_gives_what_a_causal_mask_gives(heads: tuple[int, int, int], dty
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_values_of_another_size_than_keys_are_read_without_a_mask_too(device: str) -> None:
+    """As in latent attention: many heads read one, in several pieces of queries."""
+    for tokens, count in ((1, 40), (7, 7), (60, 900)):
+        queries, keys, _ = states((32, 1, 24), tokens, count, torch.float32, device)
+        values = keys[..., :16]
+        expected = attend(queries, keys, values, causal_mask(tokens, count, torch.float32, device), scaling=0.2)
+
+        out = attend_causal(queries, keys, values, scaling=0.2)
+
+        assert out.shape == (tokens, 32, 16)
+        assert (out - expected).abs().max().item() < TOLERANCES[torch.float32], (tokens, count)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_caps_and_sinks_of_heads_count_without_a_mask_too(device: str) -> None:
     queries, keys, values = states((4, 2, 16), 6, 20, torch.float32, device)
     mask = causal_mask(6, 20, torch.float32, device)
