@@ -39,6 +39,11 @@ def probe_quanta(seam: Seam) -> tuple[int, int]:
             f"determinism=batch-invariant is not available for the model type {seam.model.config.model_type!r}: its "
             "recurrent states are computed for as many tokens as a step has; start with determinism=off"
         )
+    if any(".experts." in name for name, _ in seam.model.named_parameters()):
+        raise BackendError(
+            "determinism=batch-invariant is not available for a mixture of experts on torch's modules: how an expert's "
+            "product is added up depends on how many tokens of the step it has; start with determinism=off"
+        )
     for tokens in _TOKEN_QUANTA:
         if all(_product_agrees(product, tokens, device, seam.dtype) for product in _distinct_products(seam)):
             for keys in _KEY_QUANTA:

@@ -20,16 +20,18 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import admit_config, model_class
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.errors import BackendError, InvalidArgument, ModelError
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
+from inference_engine.types import Mode
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.admissions import admitted_once
 from tests.backends.small_families import COUNT, continued, forward_of, ids_of, own_model
+from tests.facade import in_mode
 from tests.further import further
 from tests.laws.variants import text
 from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
@@ -213,6 +215,12 @@ def test_no_list_of_operations_is_made_of_such_layers() -> None:
     plain = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
     with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32 inside them"):
         step_list(plain, [layer], ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
+
+
+def test_batch_invariance_is_refused_where_experts_run_on_torchs_modules(served: Served) -> None:
+    """The product of an expert is over as many tokens as the step has for it."""
+    with pytest.raises(BackendError, match=r"mixture of experts.*start with determinism=off"):
+        Engine(in_mode(served["deepseek_v3"][1], Mode.FIXED_SHAPE), EngineConfig(**SMALL))
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", further("glm_moe_dsa")])
