@@ -116,7 +116,7 @@ class EngineConfig:
     # lasts two days.
     history_tokens_per_session: int = 2**24
     history_tokens_per_owner: int = 2**26  # in all sessions of one owner; what forks share counts once
-    share_prefixes: str = "off"  # what sessions of one owner begin with is prefilled once ("owner"), or of forks alone
+    share_prefixes: str = "owner"  # what sessions of one owner begin with is prefilled once; "off": of forks alone
     # K/V of closed sessions that new ones of their owner may begin with; at most, and only while nothing else needs the
     # memory. 0: a quarter of kv_bytes; fewer than a session takes: none
     prefix_bytes: int = 0

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,7 @@ class Found:
     """The result of an audit."""
 
     is_exact: bool  # bit-identical results are promised
+    is_shared: bool  # what one stream of a history computed, others may take over
     streams: int = 0
     tokens: int = 0
     broken: int = 0  # invariants violated, as counted by the server
@@ -131,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
             refuse_longer(args.generate_tokens, engine.max_generate_tokens, flag="--generate-tokens")
             first_use.before_start(model, engine)
             with process.progress().status("starting a server"):
-                target = stack.enter_context(child_server(model, engine)).wait_ready()
+                # Each stream has to compute its history.
+                target = stack.enter_context(child_server(model, replace(engine, share_prefixes="off"))).wait_ready()
         with process.progress().status(f"{args.histories} histories, {args.splits} splits of each"):
             found = asyncio.run(_audit(args, target, sdk_strategy(engine.strategy)))
     for difference in found.differences:
@@ -145,6 +147,13 @@ def run(args: argparse.Namespace) -> int:
         markup=False,
         soft_wrap=True,
     )
+    if found.is_shared:
+        console.print(
+            "This server shares prefixes: streams of one history took over what others of them had computed. Start it "
+            "with --share-prefixes off to have each computed by itself.",
+            markup=False,
+            soft_wrap=True,
+        )
     return 1 if found.violations else 0
 
 
@@ -155,7 +164,7 @@ async def _audit(args: argparse.Namespace, target: str, strategy: Strategy | Non
     async with connect_async(args, target) as client:
         info = await client.server_info()
         refuse_longer(args.generate_tokens, info.max_generate_tokens, flag="--generate-tokens")
-        found = Found(is_exact=info.mode is Mode.FIXED_SHAPE)
+        found = Found(is_exact=info.mode is Mode.FIXED_SHAPE, is_shared=info.shares_prefixes)
         for number in range(args.histories):
             history = _some_history(args, rng, info.vocab_size, is_sampled=found.is_exact and number % 2 == 1)
             uncut = [(len(turn),) for turn in history.turns]

@@ -26,6 +26,8 @@ from inference_engine.session.store import SessionStore
 
 logger = logging.getLogger(__name__)
 
+_MOST_ITS_OWN = 2  # what another one has still to prefill is waited for if that is at most so many times one's own
+
 
 @dataclass(slots=True)
 class PrefixFound:
@@ -109,8 +111,10 @@ class Sharing:
                     found.ahead, found.coming = ahead, at
         if found.held < least:
             found.lender, found.held = None, 0
-        if found.coming < max(kv.base, found.held) + segment:
-            found.ahead, found.coming = None, 0
+        if found.ahead is not None:
+            own, its = found.coming - max(kv.base, found.held), found.coming - found.ahead.session.kv.length
+            if own <= 0 or found.coming < kv.base + segment or its > _MOST_ITS_OWN * own:
+                found.ahead, found.coming = None, 0
         return found
 
     @staticmethod

@@ -155,7 +155,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     engines: dict[str, tuple[Engine, TimedForward]] = {}
     for method, more in methods.items():
         timed = TimedForward(open_backend(model_config(arguments, **more)))
-        settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions))
+        settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions), share_prefixes="off")
         engines[method] = Engine(timed, settings), timed
     cells = {(method, count): Cell() for count in arguments.sessions for method in engines}
     generator = torch.Generator().manual_seed(SEED)

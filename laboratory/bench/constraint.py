@@ -211,7 +211,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
         "values": values,
         "baseline": "the same prompts and lengths without a constraint, in the same process; what is timed by turns",
     }
-    engine_config = EngineConfig(kv_bytes=2**30, max_batch=64, max_running=64, max_queued=256)
+    engine_config = EngineConfig(kv_bytes=2**30, max_batch=64, max_running=64, max_queued=256, share_prefixes="off")
     with replace(parts, end_ids=stop_ids(folder, tokenizer)).engine(engine_config) as engine:
         bench = Bench(engine, tokenizer, arguments.together)
         if "gain" in arguments.parts:

@@ -132,7 +132,9 @@ class Ours(Contender):
         from inference_engine.kv.strategies import parse_strategy
 
         flags = {"threads": threads, "backend": backend, "numerics": numerics, **({"model": model} if model else {})}
-        self._engine = Engine(open_backend(resolve(ModelConfig, flags)), EngineConfig(kv_bytes=2**31))
+        self._engine = Engine(
+            open_backend(resolve(ModelConfig, flags)), EngineConfig(kv_bytes=2**31, share_prefixes="off")
+        )
         self._strategy = parse_strategy(strategy)
         self._kept: dict[int, str] = {}
 

@@ -159,7 +159,7 @@ def _shares(profiled: profile, wall: float, *, on_cpu: bool) -> dict[str, float]
 
 
 def open_engines(forward: Forward, config: ModelConfig, kv_bytes: int) -> dict[str, Engine]:
-    settings = EngineConfig(kv_bytes=kv_bytes)
+    settings = EngineConfig(kv_bytes=kv_bytes, share_prefixes="off")
     engines = {"batched": Engine(forward, settings)}
     try:
         engines["fixed-shape"] = Engine(open_backend(replace(config, determinism="batch-invariant")), settings)

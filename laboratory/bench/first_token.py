@@ -63,10 +63,19 @@ def in_engine(engine: Engine) -> Callable[[Sequence[int]], float]:
 def measured(config: ModelConfig, ids: Sequence[int], rounds: int) -> dict[str, list[float]]:
     """Milliseconds until the first token, by side and round."""
     samples: dict[str, list[float]] = {GRPC: [], ALONE: []}
-    serve = [sys.executable, "-m", "inference_engine.cli.main", "serve", "--model", config.model]
+    serve = [
+        sys.executable,
+        "-m",
+        "inference_engine.cli.main",
+        "serve",
+        "--model",
+        config.model,
+        "--share-prefixes",
+        "off",
+    ]
     with (
         started([*serve, "--bind", "127.0.0.1:0", "--numerics", config.numerics], "127.0.0.1:") as server,
-        Engine(open_backend(config), EngineConfig(kv_bytes=2**30)) as engine,
+        Engine(open_backend(config), EngineConfig(kv_bytes=2**30, share_prefixes="off")) as engine,
     ):
         target = ready_target(server.line)
         assert target is not None

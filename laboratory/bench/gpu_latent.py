@@ -57,7 +57,11 @@ def all_engines(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, 
     print(f"{name}: {codec.bytes_per_token} bytes a token, numbers of each group {counts}", flush=True)
     kv_bytes = arguments.kv_bytes or int(_KV_SHARE * own.free_bytes())
     settings = EngineConfig(
-        kv_bytes=kv_bytes, max_batch=4, max_append_tokens=1 << 17, segment_tokens=arguments.segment_tokens
+        kv_bytes=kv_bytes,
+        max_batch=4,
+        max_append_tokens=1 << 17,
+        segment_tokens=arguments.segment_tokens,
+        share_prefixes="off",
     )
     with ExitStack() as stack:
         yield {

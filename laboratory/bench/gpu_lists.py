@@ -116,7 +116,7 @@ def all_engines(
         listed=OpListExecutor(listed.seam, ops.open_invariant()),
     )
     kv_bytes = arguments.kv_bytes or int(SHARE_OF_MEMORY * listed.free_bytes())
-    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions), overlap="off")
+    settings = EngineConfig(kv_bytes=kv_bytes, max_batch=max(arguments.sessions), overlap="off", share_prefixes="off")
     watched = {MODULES: WatchedForward(modules), LISTED: WatchedForward(listed)}
     with ExitStack() as stack:
         engines = {each: stack.enter_context(Engine(forward, settings)) for each, forward in watched.items()}

@@ -64,6 +64,7 @@ def opened_engine(arguments: argparse.Namespace, stack: ExitStack) -> Engine:
         max_running=max(128, 2 * most + 1),
         max_sessions=max(1024, 4 * most),
         overlap="on",
+        share_prefixes="off",
         default_limit_tokens=longest,
         segment_tokens=arguments.segment_tokens,
         # Sessions wait for each other's prefills.

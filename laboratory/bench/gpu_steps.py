@@ -413,6 +413,7 @@ def settings(forward: TorchForward, arguments: argparse.Namespace, *, step_token
         max_running=2 * sessions + 1,
         step_tokens=step_tokens,
         max_first_token_seconds=0,
+        share_prefixes="off",
         stall_seconds=600,
     )
 

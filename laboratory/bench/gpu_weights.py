@@ -124,7 +124,9 @@ def weight_bytes(forward: TorchForward) -> int:
 
 @contextmanager
 def engines_of(forwards: dict[str, TorchForward], arguments: argparse.Namespace) -> Iterator[dict[str, Engine]]:
-    settings = EngineConfig(kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions), overlap="on")
+    settings = EngineConfig(
+        kv_bytes=arguments.kv_bytes, max_batch=max(arguments.sessions), overlap="on", share_prefixes="off"
+    )
     with ExitStack() as stack:
         yield {name: stack.enter_context(Engine(forward, settings)) for name, forward in forwards.items()}
 
@@ -203,7 +205,7 @@ def log_probabilities(
 ) -> list[Tensor]:
     """Of the forced tokens of each passage, float32 [n, V] on the device."""
     collected: list[Tensor] = []
-    with Engine(forward, EngineConfig(kv_bytes=arguments.kv_bytes, overlap="off")) as engine:
+    with Engine(forward, EngineConfig(kv_bytes=arguments.kv_bytes, overlap="off", share_prefixes="off")) as engine:
         for passage in passages:
             parts: list[Tensor] = []
 

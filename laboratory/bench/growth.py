@@ -43,7 +43,7 @@ class Fitting:
 def open_engine(forward: Forward, growth: str) -> Engine:
     with Engine(forward, EngineConfig(growth="guaranteed", kv_bytes=2**40 // 64)) as roomy:
         whole = roomy.create_session().bound.peak_bytes
-    return Engine(forward, EngineConfig(growth=growth, kv_bytes=whole * 3 // 2))
+    return Engine(forward, EngineConfig(growth=growth, kv_bytes=whole * 3 // 2, share_prefixes="off"))
 
 
 def fill(engine: Engine, tokens: int) -> Fitting:

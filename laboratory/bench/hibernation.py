@@ -94,7 +94,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
             for number in range(arguments.rounds):
                 with TemporaryDirectory() as folder:
                     settings: dict[str, Any] = {"state_dir": folder, "strategy": strategy, "hibernate": "always"}
-                    settings |= {"kv_bytes": 2**30, "durability": "process"}
+                    settings |= {"kv_bytes": 2**30, "durability": "process", "share_prefixes": "off"}
                     with parts.engine(EngineConfig(**settings)) as engine:
                         session = engine.create_session().session_id
                         engine.append(session, ids(length, seed=TALKING + number))

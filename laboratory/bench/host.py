@@ -95,7 +95,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     engines = {
         name: Engine(
             forward,
-            EngineConfig(kv_bytes=2**30),
+            EngineConfig(kv_bytes=2**30, share_prefixes="off"),
             drafter=None if name == "none" else find_drafter(resolve(ModelConfig, {"drafter": name}), forward),
         )
         for name in DRAFTERS

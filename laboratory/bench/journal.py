@@ -85,7 +85,15 @@ class Round:
 def engine_config(durability: str, folder: Path, **settings: Any) -> EngineConfig:
     kept = {} if durability == NONE else {"state_dir": str(folder), "durability": durability}
     return EngineConfig(
-        **{"max_batch": 128, "max_sessions": 256, "kv_bytes": 2**30, "max_first_token_seconds": 0.0, **kept, **settings}
+        **{
+            "max_batch": 128,
+            "max_sessions": 256,
+            "kv_bytes": 2**30,
+            "max_first_token_seconds": 0.0,
+            "share_prefixes": "off",
+            **kept,
+            **settings,
+        }
     )
 
 

@@ -126,7 +126,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
         bench = Bench(
             arguments.sessions, arguments.room, arguments.tokens, arguments.own, arguments.pause, state / COPIES
         )
-        settings: dict[str, Any] = {"strategy": arguments.strategy, "share_forks": False}
+        settings: dict[str, Any] = {"strategy": arguments.strategy, "share_forks": False, "share_prefixes": "off"}
         settings |= {"history_tokens_per_owner": 0, "session_evictable_seconds": 0.0}
         each = session_bytes(model, EngineConfig(**settings), limit)
         settings |= {"state_dir": str(state), "durability": "process"}

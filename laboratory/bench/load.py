@@ -114,7 +114,9 @@ def side_by_side(count: int, seconds: float, server: ServerConfig) -> dict[str, 
     alone, together, bare = every = (Streams(), Streams(), Streams())
     tokens = round((seconds / ROUNDS + 1) * WANTED_PER_SECOND)
     # All begin at once, and none is to be refused.
-    wide = EngineConfig(max_batch=count, max_sessions=2 * count, kv_bytes=2**30, max_first_token_seconds=0.0)
+    wide = EngineConfig(
+        max_batch=count, max_sessions=2 * count, kv_bytes=2**30, max_first_token_seconds=0.0, share_prefixes="off"
+    )
     with (
         scripted_child(wide, server, step_seconds=STREAM_STEP_SECONDS) as child,
         bare_child(step_seconds=1 / WANTED_PER_SECOND) as bare_server,
@@ -178,6 +180,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
         max_queued=2 * BATCH,
         max_first_token_seconds=MAX_FIRST_TOKEN_SECONDS,
         max_sessions=2048,
+        share_prefixes="off",
         kv_bytes=2**31,
     )
     keys = [secrets.token_urlsafe(24) for _ in range(arguments.owners)]

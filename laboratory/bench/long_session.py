@@ -303,7 +303,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace, save: Save) -> dict[str, Any]:
-    model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+    # A fresh session of an equal history has to compute it.
+    model, engine = settings(args, ModelConfig), replace(settings(args, EngineConfig), share_prefixes="off")
     run = Run()
     try:
         with ended_as_interrupted():

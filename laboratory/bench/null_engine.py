@@ -109,6 +109,7 @@ class NullEngine(Engine):
             growth_is_guaranteed=True,
             kv_capacity_bytes=1,
             kv_reserved_bytes=0,
+            prefix_capacity_bytes=0,
             tier_capacity_bytes=0,
             tier_reserved_bytes=0,
             drafter="",
@@ -123,6 +124,9 @@ class NullEngine(Engine):
         return False
 
     def history_tokens_of(self, owner: str) -> int:
+        return 0
+
+    def prefix_bytes_of(self, owner: str) -> int:
         return 0
 
     def carrying(self, owner: str, tokens: int) -> AbstractContextManager[None]:

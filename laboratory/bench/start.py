@@ -119,7 +119,7 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
     folder = check_model(config.model, cache=config.cache_path).folder
     serve = [
         *(sys.executable, "-m", "inference_engine.cli.main", "serve", "--model", config.model),
-        *("--bind", "127.0.0.1:0", "--drafter", "ngram"),
+        *("--bind", "127.0.0.1:0", "--drafter", "ngram", "--share-prefixes", "off"),
     ]
     commands = {
         BARE: ([sys.executable, "-c", _BARE, str(folder)], "ready"),

@@ -18,7 +18,7 @@ import logging
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,8 @@ def run(args: argparse.Namespace) -> int:
         return write_record(name, payload, results_dir=results, items=getattr(args, "items", None))
 
     if experiment.needs_model:
-        model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
+        # What is measured of a session is not taken from another one: experiments on that say so.
+        model, engine = settings(args, ModelConfig), replace(settings(args, EngineConfig), share_prefixes="off")
         with (
             _opened(args, model, engine) as target,
             ended_as_interrupted(),

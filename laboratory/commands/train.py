@@ -167,7 +167,7 @@ def run(args: argparse.Namespace) -> int:
         unpacks_groups=True,
     )
     with ExitStack() as opened:
-        target = None if args.quick else opened.enter_context(open_target(model, EngineConfig()))
+        target = None if args.quick else opened.enter_context(open_target(model, EngineConfig(share_prefixes="off")))
         # Text that is installed needs no engine, nor the memory that one takes for K and V.
         forward = open_backend(model) if target is None else target.forward
         tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))

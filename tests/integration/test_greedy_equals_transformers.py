@@ -18,7 +18,7 @@ pytestmark = pytest.mark.real_model
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(open_backend(ModelConfig()), EngineConfig(kv_bytes=2**28)) as engine:
+    with Engine(open_backend(ModelConfig()), EngineConfig(kv_bytes=2**28, share_prefixes="off")) as engine:
         yield engine
 
 

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "step_tokens": 64,
     "kv_bytes": 64 * 2**20,
     "tier_bytes": 2**24,
+    "share_prefixes": "off",
 }
 EXTRAS = ("clock", "wall_clock", "journal", "metrics", "drafter")
 

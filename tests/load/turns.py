@@ -46,7 +46,9 @@ class Held:
 
 async def hold(minutes: float, talkers: int, command: Sequence[str]) -> Held:
     """Serve until `command`, to which the server's address is added, has talked for so long (`talk_to`)."""
-    config = EngineConfig(segment_tokens=SEGMENT, kv_bytes=KV_BYTES, max_sessions=4 * talkers, max_batch=64)
+    config = EngineConfig(
+        segment_tokens=SEGMENT, kv_bytes=KV_BYTES, max_sessions=4 * talkers, max_batch=64, share_prefixes="off"
+    )
     process, samples = psutil.Process(), []
     with Engine(ScriptedForward(ScriptedModel()), config) as engine:
         handle = await start_server(engine, ServerConfig(bind="127.0.0.1:0", drain_seconds=5.0))

@@ -53,7 +53,7 @@ def memory_held(open_forward: Callable[[], Forward], *, kv_bytes: int) -> Held:
     before = active_bytes()
     forward = open_forward()
     loaded = active_bytes()
-    with Engine(forward, EngineConfig(kv_bytes=kv_bytes, default_limit_tokens=64)) as engine:
+    with Engine(forward, EngineConfig(kv_bytes=kv_bytes, default_limit_tokens=64, share_prefixes="off")) as engine:
         session = engine.create_session().session_id
         engine.append(session, range(1, 33))
         said(engine, session, 4)
@@ -70,7 +70,9 @@ def sessions_under_pressure(forward: Forward, *, tokens: int) -> int:
     ids = [int(one) for one in np.random.default_rng(0).integers(1, 100, tokens // 2)]
     room = forward.geometry(page_tokens=16, segment_tokens=256).entry_bytes
     pages = -(-tokens // 16) * 16
-    with Engine(forward, EngineConfig(kv_bytes=room * pages * 7 // 2, default_limit_tokens=tokens)) as engine:
+    with Engine(
+        forward, EngineConfig(kv_bytes=room * pages * 7 // 2, default_limit_tokens=tokens, share_prefixes="off")
+    ) as engine:
         sessions: list[str] = []
         with suppress(NoCapacity):
             sessions.extend(engine.create_session(guaranteed=True).session_id for _ in range(8))
@@ -100,7 +102,9 @@ def long_session(forward: Forward, *, seconds: float, kv_bytes: int) -> LongSess
     rng = np.random.default_rng(1)
     turns = tokens = first = cached = 0
     # By default, too: memory for a session under `full` of all trained positions is not needed.
-    settings = EngineConfig(kv_bytes=kv_bytes, segment_tokens=64, strategy=str(SinkWindow(sink=4, window=256)))
+    settings = EngineConfig(
+        kv_bytes=kv_bytes, segment_tokens=64, strategy=str(SinkWindow(sink=4, window=256)), share_prefixes="off"
+    )
     with Engine(forward, settings) as engine:
         session = engine.create_session().session_id
         began = time.monotonic()
@@ -136,7 +140,9 @@ def speeds(
     model.set_dtype(getattr(mx, forward.facts.dtype))
     mx.eval(model.parameters())
     found = Speeds(ours=[], theirs=[], llama_cpp=[])
-    with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=len(prompt) + tokens)) as engine:
+    with Engine(
+        forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=len(prompt) + tokens, share_prefixes="off")
+    ) as engine:
         for _ in range(rounds):
             session = engine.create_session().session_id
             append_all(engine, session, prompt)
@@ -161,7 +167,9 @@ def rates_by_turns(
         engines: dict[str, tuple[Engine, list[str]]] = {}
         for name, forward in forwards.items():
             entry = forward.geometry(page_tokens=16, segment_tokens=256).entry_bytes
-            settings = EngineConfig(kv_bytes=(sessions + 1) * (limit + 256) * entry, default_limit_tokens=limit)
+            settings = EngineConfig(
+                kv_bytes=(sessions + 1) * (limit + 256) * entry, default_limit_tokens=limit, share_prefixes="off"
+            )
             engine = opened.enter_context(Engine(forward, settings))
             own = [engine.create_session(guaranteed=True).session_id for _ in range(sessions)]
             for session in own:

@@ -59,7 +59,7 @@ def test_calibrations_of_a_model_in_the_layout_of_mlx_serve_both_executors(tmp_p
 
     said, forward = [], open_backend(model)
     for own_forward in (forward, on_torch(model, forward)):
-        settings = EngineConfig(kv_bytes=2**23, segment_tokens=16, page_tokens=4)
+        settings = EngineConfig(kv_bytes=2**23, segment_tokens=16, page_tokens=4, share_prefixes="off")
         with Engine(own_forward, settings, latent=find_latent(model), components=find_components(model)) as engine:
             sessions = [engine.create_session(strategy=strategy).session_id for strategy in (HOLDS, CHOOSES)]
             for session in sessions:

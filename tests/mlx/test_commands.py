@@ -73,7 +73,7 @@ def test_a_drafter_is_trained_on_torch_where_mlx_is_the_device_and_drafts_there(
     model = ModelConfig(model=str(folder), cache_dir=str(tmp_path), device="mlx", drafter="trained")
     forward, streams, drafted = open_backend(model), [], 0
     for drafter in (None, find_drafter(model, forward), NgramDrafter()):
-        settings = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, draft_tokens=3)
+        settings = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4, draft_tokens=3, share_prefixes="off")
         with Engine(forward, settings, drafter=drafter) as engine:
             session = engine.create_session().session_id
             engine.append(session, [*text(40), *text(40)])
@@ -101,7 +101,7 @@ def test_greedy_tokens_of_the_real_model_are_those_of_torch() -> None:
     drafting = replace(own, drafter=find_drafter(replace(config, drafter="trained"), own.forward))
     texts = [prompt[:40] for prompt in prompts(tokenizer, 20)]
     for parts, some in ((own, texts), (drafting, texts[-1:])):
-        with parts.engine(EngineConfig(kv_bytes=2**28, default_limit_tokens=1024)) as engine:
+        with parts.engine(EngineConfig(kv_bytes=2**28, default_limit_tokens=1024, share_prefixes="off")) as engine:
             for prompt in some:
                 comparison = compare(engine, theirs, prompt, 24)
                 assert comparison.is_equal or (comparison.margin or 0) < NEAR_TIE, comparison
