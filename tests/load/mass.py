@@ -86,7 +86,17 @@ def interleavings(amount: int, seed: int) -> Tally:
             tally.faults.append(_fault(f"seed {seed}, interleaving {population.counts.interleavings}", error))
         tally.counts["prefix tokens shared"] = int(engine.metrics.shared_prefix_tokens._value.get())
     counts = population.counts
-    for name in ("interleavings", "operations", "streams", "tokens", "replayed", "cancelled", "evicted", "alike"):
+    for name in (
+        "interleavings",
+        "operations",
+        "streams",
+        "tokens",
+        "replayed",
+        "cancelled",
+        "evicted",
+        "alike",
+        "rewound",
+    ):
         tally.counts[name] = getattr(counts, name)
     tally.counts.update({f"refused {name}": count for name, count in counts.refused.items()})
     return tally

@@ -35,6 +35,7 @@ from tests.load.solo import Solo
 
 OPERATIONS = 50
 LIMIT_TOKENS = 112
+KV_BYTES = 1_500_000  # so few that what is kept is given back for sessions
 FULL_AT = 80  # a session with so many tokens is closed, and another takes its place
 
 # The law of these is known in closed form …
@@ -52,6 +53,7 @@ REPLAYED: tuple[KVStrategy, ...] = (
     make_strategy("sink_window", sink=2, window=44, codec="int8", exact_window=9),
 )
 CHECKED_LENGTHS = 32
+CLOSED_SHARE = 0.5  # of sessions that begin alike, those that begin as one that is closed by then
 ALL_BUSY_SHARE = 0.2  # of sessions too many, those that come while every session of their owner is in use
 
 
@@ -107,6 +109,7 @@ class Counts:
     cancelled: int = 0
     evicted: int = 0
     alike: int = 0
+    rewound: int = 0
     refused: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, error: Exception) -> None:
@@ -133,8 +136,12 @@ class Population:
 
     @staticmethod
     def engine(journal: MemoryJournal) -> Engine:
-        """An engine in which the standing pool is all there may be: one more session evicts its owner's oldest."""
-        return scripted_engine(journal=journal, share_prefixes="owner", **limits(SCRIPTED))
+        """An engine in which the standing pool is all there may be: one more session evicts its owner's oldest.
+
+        What closed ones leave is given back for open ones.
+        """
+        settings = {"share_prefixes": "owner", "prefix_bytes": KV_BYTES, "kv_bytes": KV_BYTES, **limits(SCRIPTED)}
+        return scripted_engine(journal=journal, **settings)
 
     def fill(self, rng: np.random.Generator) -> None:
         for number in range(self._world.owners * self._world.sessions):
@@ -152,6 +159,7 @@ class Population:
             (self._disturb, 0.05),
             (self._close, 0.02),
             (self._begin_alike, 0.04),
+            (self._rewind, 0.03),
             (self._crowd, 0.02),
         )
         chances = np.array([chance for _, chance in moves])
@@ -256,10 +264,17 @@ class Population:
         self.members[self.members.index(member)] = self._open(member.owner, rng)
 
     def _begin_alike(self, rng: np.random.Generator, member: Member) -> None:
-        """A session that begins as another of its owner does takes the place of a third."""
+        """A session that begins as another of its owner does takes the place of a third, or of that one."""
         self._finish(member)
         siblings = [other for other in self.members if other.owner == member.owner and other is not member]
         gone = siblings[int(rng.integers(len(siblings)))]
+        if rng.random() < CLOSED_SHARE:
+            gone = member
+            if len(member.history) < FULL_AT // 2:  # what is short is not kept
+                ids = self._ids(rng, FULL_AT // 2)
+                self._engine.append(member.session_id, ids, owner=member.owner)
+                member.history += ids
+            self._generate(rng, member)
         self._finish(gone)
         self._engine.close_session(gone.session_id, owner=gone.owner)
         alike = self._open(member.owner, rng, member)
@@ -271,6 +286,15 @@ class Population:
             alike.history += ids
         self._generate(rng, alike)
         self.counts.alike += 1
+
+    def _rewind(self, rng: np.random.Generator, member: Member) -> None:
+        """Another session takes the member's place, with its first tokens."""
+        self._finish(member)
+        at = int(rng.integers(len(member.history) + 1))
+        rewound = self._engine.rewind_session(member.session_id, at, owner=member.owner)
+        self._refused(lambda: self._engine.session_info(member.session_id, owner=member.owner), SessionNotFound)
+        member.session_id, member.history = rewound.session_id, member.history[:at]
+        self.counts.rewound += 1
 
     def _crowd(self, rng: np.random.Generator, member: Member) -> None:
         """One session more than there is room for: an idle one of the same owner goes, and no other."""
@@ -354,8 +378,12 @@ class Population:
             if facts.reserved_bytes > facts.bound.sustained_bytes:
                 raise Wrong(f"a session reserves {facts.reserved_bytes} bytes of {facts.bound.sustained_bytes}")
             of_sessions += facts.reserved_bytes
-        if (reserved := self._engine.info().kv_reserved_bytes) != of_sessions:
+        info = self._engine.info()
+        if (reserved := info.kv_reserved_bytes) != of_sessions:
             raise Wrong(f"{reserved} bytes are reserved, {of_sessions} by the sessions there are")
+        kept = sum(self._engine.prefix_bytes_of(f"owner-{number}") for number in range(self._world.owners))
+        if reserved + kept > info.kv_capacity_bytes:
+            raise Wrong(f"{reserved} bytes are reserved and {kept} kept, of {info.kv_capacity_bytes}")
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 

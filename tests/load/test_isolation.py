@@ -27,11 +27,14 @@ def test_interleaved_operations_of_many_owners_leave_every_stream_its_own(seed: 
         for _ in range(INTERLEAVINGS):
             population.interleave(rng)
         shared_tokens = engine.metrics.shared_prefix_tokens._value.get()
+        kept_tokens = engine.metrics.kept_prefix_tokens._value.get()
+        given_back = engine.metrics.prefixes_released.labels("room")._value.get()
     counts = population.counts
     # The run did what it is for.
     assert counts.tokens > 10 * INTERLEAVINGS
-    assert min(counts.cancelled, counts.evicted, counts.replayed, counts.alike) > INTERLEAVINGS // 20
-    assert shared_tokens > 16 * INTERLEAVINGS // 20
+    assert min(counts.cancelled, counts.evicted, counts.replayed, counts.alike, counts.rewound) > INTERLEAVINGS // 20
+    assert shared_tokens > kept_tokens > 16 * INTERLEAVINGS // 20
+    assert given_back > 0
     assert {"SessionNotFound", "SessionBusy", "HistoryLengthMismatch", "TokenOutOfRange"} <= set(counts.refused)
 
 
