@@ -150,6 +150,11 @@ def check_page(most: int) -> None:
         raise InvalidArgument("page_size", f"must be from 1 to {MAX_PAGE_SESSIONS}, got {most}")
 
 
+def check_first(first: int, length: int) -> None:
+    if first > length:
+        raise InvalidArgument("first_position", f"must be at most {length}, the history's length, got {first}")
+
+
 def check_length(session: Session, expected: int | None, metrics: EngineMetrics) -> None:
     """Raise HistoryLengthMismatch if the caller expects another length.
 

@@ -24,6 +24,7 @@ from inference_engine.engine.arguments import (
     MAX_PAGE_SESSIONS,
     MAX_PIECE_TOKENS,
     Arguments,
+    check_first,
     check_label,
     check_page,
     check_route,
@@ -44,18 +45,18 @@ from inference_engine.engine.results import (
 )
 from inference_engine.engine.stats import collect_statistics
 from inference_engine.engine.warm_up import done_on, warm_up
-from inference_engine.errors import Draining, EngineStalled, InvalidArgument
+from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionNotFound
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kv.context import TokenCodec
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
-from inference_engine.kv.strategy import KVStrategy
+from inference_engine.kv.strategy import KVStrategy, bound_of
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.loop import Scheduler
 from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.scheduler.step_time import StepTimer
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry
+from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry, TokensRecord
 from inference_engine.session.replies import identify
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -423,9 +424,7 @@ class Engine:
         for entry in kept:
             # One that came into memory or was closed meanwhile is known there.
             if not self._store.is_resident(entry.record.session_id):
-                strategy = parse_strategy(entry.record.strategy)
-                used_at = self._store.used_at(entry.record.session_id)
-                idle_seconds = today - entry.used_at if used_at is None else now - used_at
+                strategy, idle_seconds = parse_strategy(entry.record.strategy), self._idle_seconds(entry, now, today)
                 listed.append(SessionListed.kept(entry, strategy, today=today, idle_seconds=idle_seconds))
         return sorted(listed, key=lambda one: one.session_id)[:most]
 
@@ -444,11 +443,49 @@ class Engine:
         with self._store.locked():
             session = self._store.find_healthy(session_id, owner)
             history, length = session.history, session.saved_length
-            if first > length:
-                raise InvalidArgument("first_position", f"must be at most {length}, the history's length, got {first}")
+            check_first(first, length)
             until = min(first + min(most, MAX_PIECE_TOKENS), length)
             ids, marks = np.array(history.ids(first, until)), np.array(history.marks(first, until))
             return HistoryPiece(first, ids, marks, length)
+
+    def kept_session_info(self, session_id: str, *, owner: str = "") -> SessionInfo:
+        """As `session_info`, of a session that is in the journal, in memory or not, and stays where it is.
+
+        Waits for the disk. Raises HistoryCorrupt if its record is damaged, and what `recall` raises if the journal
+        cannot be read now.
+        """
+        entry, _ = self._look(session_id, owner)
+        strategy = parse_strategy(entry.record.strategy)
+        return SessionInfo.kept(
+            entry,
+            strategy,
+            bound=bound_of(strategy, self._context, entry.record.limit_tokens),
+            violations=self._store.violations_of(session_id),
+            idle_seconds=self._idle_seconds(entry, self._clock(), self._wall_clock()),
+        )
+
+    def read_kept_history(
+        self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""
+    ) -> HistoryPiece:
+        """As `read_history`, of a session that is in the journal, in memory or not, and stays where it is.
+
+        Reads those tokens only. Waits and raises as `kept_session_info`.
+        """
+        entry, records = self._look(session_id, owner, first=first, most=min(most, MAX_PIECE_TOKENS))
+        check_first(first, entry.history_length)
+        return HistoryPiece.kept(first, records, entry.history_length)
+
+    def _look(
+        self, session_id: str, owner: str, *, first: int = 0, most: int = 0
+    ) -> tuple[SessionEntry, Sequence[TokensRecord]]:
+        found = self._journal.look(session_id, owner, first=first, most=most)
+        if found is None:
+            raise SessionNotFound
+        return found
+
+    def _idle_seconds(self, entry: SessionEntry, now: float, today: float) -> float:
+        used_at = self._store.used_at(entry.record.session_id)
+        return today - entry.used_at if used_at is None else now - used_at
 
     def layer_statistics(self, session_id: str, *, owner: str = "") -> dict[int, Any]:
         """What the mechanisms of a session's strategy count, by layer; empty if they count nothing. Never waits."""

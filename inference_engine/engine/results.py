@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 from inference_engine.config import EngineConfig
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import Marks, TokenIds
-from inference_engine.session.journal import SessionEntry
-from inference_engine.session.session import Holder, Session
+from inference_engine.session.journal import SessionEntry, TokensRecord
+from inference_engine.session.session import Holder, Session, Violations
 from inference_engine.types import Bound, Durability, Mark, Mode, ModelFacts
 
 
@@ -140,6 +141,36 @@ class SessionInfo:
             eos_token_ids=tuple(sorted(session.eos_token_ids)),
         )
 
+    @staticmethod
+    def kept(
+        entry: SessionEntry, strategy: KVStrategy, *, bound: Bound, violations: Violations, idle_seconds: float
+    ) -> SessionInfo:
+        """Of a session that is in the journal only. bound: that it would have in memory."""
+        return SessionInfo(
+            history_length=entry.history_length,
+            history_bytes=0,
+            cached_tokens=0,
+            evicted_tokens=0,
+            kv_live_bytes=0,
+            tier_live_bytes=0,
+            bound=bound,
+            reserved_bytes=0,
+            strategy=strategy,
+            limit_tokens=entry.record.limit_tokens,
+            inv1_violations=violations.inv1,
+            inv2_violations=violations.inv2,
+            inv3_violations=violations.inv3,
+            drafted_tokens=0,
+            accepted_tokens=0,
+            idle_seconds=max(0.0, idle_seconds),
+            failure_reason="",
+            is_generating=False,
+            is_resident=False,
+            saved_tokens=entry.history_length,
+            label=entry.record.label,
+            eos_token_ids=entry.record.eos_token_ids,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionListed:
@@ -194,6 +225,14 @@ class HistoryPiece:
     token_ids: TokenIds
     marks: Marks
     history_length: int
+
+    @staticmethod
+    def kept(first: int, records: Sequence[TokensRecord], history_length: int) -> HistoryPiece:
+        ids = [np.zeros(0, dtype=np.uint32), *(record.token_ids for record in records)]
+        marks = [np.full(len(record.token_ids), record.mark, dtype=np.uint8) for record in records]
+        return HistoryPiece(
+            first, np.concatenate(ids), np.concatenate([np.zeros(0, dtype=np.uint8), *marks]), history_length
+        )
 
     def run_lengths(self) -> list[int]:
         """How many of the ids were appended, then generated, then appended, and so on; the first may be 0."""

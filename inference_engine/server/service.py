@@ -27,7 +27,7 @@ from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
-from inference_engine.engine.results import HistoryLength, HistoryPiece, SessionForked, SessionInfo
+from inference_engine.engine.results import HistoryLength, SessionForked
 from inference_engine.errors import InvalidArgument, JournalFull, RequestError, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
@@ -211,10 +211,15 @@ class RuntimeService:
         )
 
     async def get_session_info(self, request: pb.GetSessionInfoRequest, context: Context) -> pb.GetSessionInfoResponse:
-        def read() -> SessionInfo:
-            return self._engine.session_info(request.session_id, owner=caller(), saved_only=True)
-
-        return convert.session_info_to_wire(await self._on_session(request.session_id, read, is_read=True))
+        info, kept_info = self._engine.session_info, self._engine.kept_session_info
+        session_id, owner = request.session_id, caller()
+        return convert.session_info_to_wire(
+            await self._look(
+                session_id,
+                partial(info, session_id, owner=owner, saved_only=True),
+                partial(kept_info, session_id, owner=owner),
+            )
+        )
 
     async def get_server_info(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
         return convert.server_info_to_wire(
@@ -240,14 +245,12 @@ class RuntimeService:
         return page() if most <= PAGE_SESSIONS else await asyncio.to_thread(page)
 
     async def read_history(self, request: pb.ReadHistoryRequest, context: Context) -> pb.ReadHistoryResponse:
-        most = request.max_tokens or MAX_PIECE_TOKENS
-
-        def read() -> HistoryPiece:
-            return self._engine.read_history(
-                request.session_id, first=request.first_position, most=most, owner=caller()
-            )
-
-        return convert.history_to_wire(await self._on_session(request.session_id, read, is_read=True))
+        session_id, most = request.session_id, request.max_tokens or MAX_PIECE_TOKENS
+        here, kept = (
+            partial(read, session_id, first=request.first_position, most=most, owner=caller())
+            for read in (self._engine.read_history, self._engine.read_kept_history)
+        )
+        return convert.history_to_wire(await self._look(session_id, here, kept))
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The RPCs by their names on the wire."""
@@ -313,17 +316,15 @@ class RuntimeService:
         request_id: bytes = b"",
         *,
         is_its_own: bool = False,
-        is_read: bool = False,
         to_close: bool = False,
     ) -> T:
-        """Act on a session that is in memory: the one road of every call that names one.
+        """Act on a session that is in memory: the road of every call that uses one.
 
         What left memory is brought back first, again if it leaves before `act` has it. Again, too, each time the
         session becomes free, until `act` is not refused with SessionBusy. Raises SessionBusy when `busy_wait_seconds`
         are over. (Past the client's own deadline the call is cancelled.)
 
         request_id: of a call whose reply may be on the disk; is_its_own: it is the session's, and comes with it.
-        is_read: `act` says what is safe, so what was done until now is waited for, unless the disk has no space for it.
         to_close: as for `Engine.recall`.
         """
 
@@ -331,8 +332,6 @@ class RuntimeService:
             if not is_its_own or self._engine.is_elsewhere(session_id, owner=caller()):
                 # If it is elsewhere, it may have been closed, and its replies are remembered for a while.
                 await self._recall(session_id, request_id, to_close=to_close)
-            if is_read:
-                await self._gate.synced(self._engine.receipt(session_id), unless_full=True)
             return act()
 
         for _ in range(MOST_LEAVING):
@@ -344,6 +343,19 @@ class RuntimeService:
                 await self._recall(session_id, to_close=to_close)
                 self._engine.session_info(session_id, owner=caller())  # raises: it is not there
         return await self._when_free(session_id, attempt)
+
+    async def _look(self, session_id: str, in_memory: Callable[[], T], in_journal: Callable[[], T]) -> T:
+        """What a session is, or has, as far as it is safe. It stays where it is, and nothing waits for it.
+
+        What was done until now is waited for, unless the disk has no space for it.
+        """
+        await self._gate.synced(self._engine.receipt(session_id), unless_full=True)
+        try:
+            return in_memory()
+        except SessionNotFound:
+            if not self._keeps:
+                raise
+        return await self._on_disk(in_journal)
 
     async def _send(
         self,

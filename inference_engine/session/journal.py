@@ -134,7 +134,7 @@ class SessionKept:
 
 @dataclass(frozen=True, slots=True)
 class SessionEntry:
-    """A session in a journal's list."""
+    """What a look at a journal says of a session."""
 
     record: SessionRecord
     used_at: float
@@ -272,6 +272,15 @@ class Journal(Protocol):
         Raises HistoryCorrupt if its records are damaged.
         """
 
+    def look(
+        self, session_id: str, owner: str, *, first: int = 0, most: int = 0
+    ) -> tuple[SessionEntry, Sequence[TokensRecord]] | None:
+        """A session that stays where it is, as far as it is safe, and of its tokens `most` from `first` on.
+
+        None if the owner has none of this id. Waits for the disk, but not for space on a full one. Raises
+        HistoryCorrupt if what it reads is damaged; other rows of the session may be.
+        """
+
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
         """The owner's remembered replies to calls with this id. Waits for the disk."""
 
@@ -382,6 +391,11 @@ class MemoryJournal:
             return record, records
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
+        return None
+
+    def look(
+        self, session_id: str, owner: str, *, first: int = 0, most: int = 0
+    ) -> tuple[SessionEntry, Sequence[TokensRecord]] | None:
         return None
 
     def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:

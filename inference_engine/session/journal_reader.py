@@ -98,6 +98,44 @@ class Reader:
         since = self.tail(number, entries, length)
         return Past(folded + since.tokens, past.generates + since.generates, past.appends + since.appends)
 
+    def length(self, number: int, entries: Sequence[int]) -> int:
+        """Of a session's history. Raises HistoryCorrupt if the entry that says it is damaged."""
+        (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
+        for last in entries[-1:]:
+            rows = list(self._db.execute("select session, position, body from tail where entry = ?", (last,)))
+            if len(rows) != 1 or rows[0][0] != number or not is_entry_of(*rows[0]):
+                raise HistoryCorrupt(length)
+            _, position, body = rows[0]
+            length = position + unpacked_entry(position, body).tokens
+        return int(length)
+
+    def piece(self, number: int, entries: Sequence[int], first: int, end: int) -> list[TokensRecord]:
+        """The tokens at [first, end) of a history that is as long at least, and no other row of it that is folded.
+
+        Raises HistoryCorrupt.
+        """
+        if first >= end:
+            return []
+        (folded,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
+        found = list[TokensRecord]()
+        if first < folded:
+            rows = self._db.execute(
+                "select position, mark, ids, logprobs, crc from tokens where session = ?1 and position < ?3 and "
+                "position >= coalesce((select max(position) from tokens where session = ?1 and position <= ?2), 0) "
+                "order by position",
+                (number, first, end),
+            )
+            for position, mark, ids, logprobs, crc in list(rows):
+                with damage_is_refused(position if isinstance(position, int) else first):
+                    if crc != tokens_crc(position, mark, ids, logprobs):
+                        raise HistoryCorrupt(position)
+                    found += unpacked(position, mark, ids, logprobs)
+            if not found or _end_of(found) < min(end, folded):
+                found += self.end(number, folded)
+        if end > folded:
+            found += self.tail(number, entries, folded).tokens
+        return _between(found, first, end)
+
     def _folded(self, number: int, length: int) -> list[TokensRecord]:
         rows, known, position = list[TokensRecord](), 0, 0
         for first, mark, ids, logprobs, crc in self._db.execute(
@@ -402,12 +440,32 @@ class Reader:
 
 def _first_of(records: Sequence[TokensRecord], length: int) -> list[TokensRecord]:
     """Those of the tokens before position `length`."""
-    found = []
+    return [_cut(record, record.position, length) for record in records if record.position < length]
+
+
+def _between(records: Sequence[TokensRecord], first: int, end: int) -> list[TokensRecord]:
+    """Those of the tokens at [first, end). Raises HistoryCorrupt where one is missing."""
+    found, position = list[TokensRecord](), first
     for record in records:
-        if (count := length - record.position) > 0:
-            values = None if record.logprobs is None else record.logprobs[:count]
-            found.append(replace(record, token_ids=record.token_ids[:count], logprobs=values))
+        start, stop = max(first, record.position), min(end, _end_of([record]))
+        if start < stop:
+            if start != position:
+                raise HistoryCorrupt(position)
+            found.append(_cut(record, start, stop))
+            position = stop
+    if position != end:
+        raise HistoryCorrupt(position)
     return found
+
+
+def _cut(record: TokensRecord, start: int, stop: int) -> TokensRecord:
+    part = slice(start - record.position, stop - record.position)
+    values = None if record.logprobs is None else record.logprobs[part]
+    return replace(record, position=start, token_ids=record.token_ids[part], logprobs=values)
+
+
+def _end_of(records: Sequence[TokensRecord]) -> int:
+    return records[-1].position + len(records[-1].token_ids)
 
 
 def _text(value: bytes | None) -> str:

@@ -516,6 +516,20 @@ class SQLiteJournal:
             self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
             return SessionKept(record, used_at, past.tokens, past.generates, replies, saved)
 
+    def look(
+        self, session_id: str, owner: str, *, first: int = 0, most: int = 0
+    ) -> tuple[SessionEntry, Sequence[TokensRecord]] | None:
+        self._flush(self.receipt(session_id), unless_full=True)
+        with self._db_lock, damage_is_refused(0):
+            number = self._reader.find(session_id, owner)
+            if number is None:
+                return None
+            record, used_at = self._reader.session(number, session_id)
+            entries = self._tables.tail.committed(number)
+            length = self._reader.length(number, entries)
+            tokens = self._reader.piece(number, entries, first, min(first + most, length))
+            return SessionEntry(record, used_at, length), tokens
+
     def _past(self, number: int) -> Past:
         return self._reader.past(number, self._tables.tail.committed(number))
 

@@ -353,6 +353,11 @@ class SessionStore:
         with self._lock:
             return self._used.get(session_id)
 
+    def violations_of(self, session_id: str) -> Violations:
+        """Of a session that left memory."""
+        with self._lock:
+            return self._violations.get(session_id, Violations())
+
     def ensure_memory(self, session: Session) -> None:
         """The caller holds the session and needs its K/V: if it was dropped, reserve memory for it again.
 

@@ -283,7 +283,10 @@ class Talk:
 
     def _look(self, journal: SQLiteJournal, one: Life, found: Found) -> int | None:
         """What is found of a session. Returns its length; None: it is not there."""
+        first, most = self.rng.randrange(60), self.rng.randrange(60)
+        looked = journal.look(one.id, OWNER, first=first, most=most)
         kept = journal.load(one.id, OWNER)
+        assert (looked is None) == (kept is None), "a look finds what a load does not, or the other way round"
         if kept is None:
             answers = [reply for _, id_ in one.replies for reply in journal.replies_to(OWNER, id_)]
             # Of one that was opened and closed since what was confirmed, its replies say which.
@@ -298,6 +301,11 @@ class Talk:
         assert kept.record == one.record, "a session of another kind"
         ids = [token for row in kept.tokens for token in row.token_ids.tolist()]
         length = len(ids)
+        assert looked is not None
+        entry, records = looked
+        assert (entry.record, entry.history_length) == (kept.record, length), "a look says something else"
+        seen = [token for row in records for token in row.token_ids.tolist()]
+        assert seen == ids[first : first + most], "a look has other tokens"
         assert ids == one.ids[:length], "a history that was never confirmed"
         marks = [mark for row in kept.tokens for mark in [int(row.mark)] * len(row.token_ids)]
         assert marks == one.marks[:length], "tokens that came otherwise"
