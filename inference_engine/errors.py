@@ -82,12 +82,13 @@ class RequestError(KakeyaError):
     """An error that belongs to one request. `reason` and `metadata` travel to the client as ErrorInfo.
 
     reveals_session: it may say something of a session, so it has to wait until that is safe on disk. session_id: which,
-    if the call names none.
+    if the call names none. is_behind: the client has tokens that the history has not.
     """
 
     reason: ClassVar[str] = "INTERNAL"
     reveals_session: ClassVar[bool] = True
     session_id: str = ""
+    is_behind: bool = False
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None, **metadata: object) -> None:
         super().__init__(message)
@@ -188,20 +189,23 @@ class SessionBusy(RequestError):
 class HistoryLengthMismatch(RequestError):
     reason = "HISTORY_LENGTH_MISMATCH"
 
-    def __init__(self, expected: int, actual: int) -> None:
+    def __init__(self, expected: int, actual: int, *, session_id: str = "") -> None:
         super().__init__(
             f"expected_history_length is {expected}, the history has {counted(actual, 'token')}; nothing was changed",
             expected=expected,
             actual=actual,
         )
+        self.session_id = session_id
+        self.is_behind = expected > actual
 
 
 class HistoryBehindClient(RequestError):
     """The client has tokens that the history has not: the server lost what it had sent, or the client is mistaken."""
 
     reason = "HISTORY_BEHIND_CLIENT"
+    is_behind = True
 
-    def __init__(self, expected: int, actual: int) -> None:
+    def __init__(self, expected: int, actual: int, *, session_id: str = "") -> None:
         super().__init__(
             f"resume_from is {expected}, and the history has {counted(actual, 'token')} only: the server has lost "
             "tokens, or the position is wrong. Nothing was changed; append what is missing, or go on from where the "
@@ -209,6 +213,7 @@ class HistoryBehindClient(RequestError):
             expected=expected,
             actual=actual,
         )
+        self.session_id = session_id
 
 
 class SessionClosed(RequestError):

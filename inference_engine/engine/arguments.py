@@ -15,8 +15,6 @@ from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, Inval
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
-from inference_engine.logs import about_session
-from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams, ModelFacts
@@ -155,20 +153,8 @@ def check_first(first: int, length: int) -> None:
         raise InvalidArgument("first_position", f"must be at most {length}, the history's length, got {first}")
 
 
-def check_length(session: Session, expected: int | None, metrics: EngineMetrics) -> None:
-    """Raise HistoryLengthMismatch if the caller expects another length.
-
-    If it expects more tokens than there are, some may have been lost: that is logged and counted.
-    """
+def check_length(session: Session, expected: int | None) -> None:
+    """Raise HistoryLengthMismatch if the caller expects another length."""
     length = len(session.history)
-    if expected is None or expected == length:
-        return
-    if expected > length:
-        metrics.histories_behind.inc()
-        logger.warning(
-            "a client expects %d tokens, and the history has %d: tokens were lost, or the client is mistaken",
-            expected,
-            length,
-            extra=about_session(session.session_id),
-        )
-    raise HistoryLengthMismatch(expected, length)
+    if expected is not None and expected != length:
+        raise HistoryLengthMismatch(expected, length, session_id=session.session_id)

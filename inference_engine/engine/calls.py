@@ -152,7 +152,6 @@ class Calls:
         """refuse: raises while no new work is taken."""
         self._store = store
         self._journal = journal
-        self._metrics = metrics
         replies = store.replies
         opens, lengths = (_opened_to_text, _opened_from_text), (_length_to_text, _length_from_text)
 
@@ -223,7 +222,7 @@ class Calls:
                 return known
             if call.session_id is not None:
                 session = kind.find(call)
-                check_length(session, call.expected_history_length, self._metrics)
+                check_length(session, call.expected_history_length)
                 start, uses = len(session.history), session.uses
             reply, answered = act(session)
             kind.remember(identity, reply, answered)

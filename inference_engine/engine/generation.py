@@ -21,7 +21,6 @@ from inference_engine.engine.arguments import check_length
 from inference_engine.errors import (
     DeadlineExceeded,
     EngineStalled,
-    HistoryBehindClient,
     InvalidArgument,
     RequestError,
     SessionBusy,
@@ -176,16 +175,12 @@ class Generates:
 
         Raises SessionBusy once `wait_seconds` are over. A refused call is not remembered.
         """
-        try:
-            transcript, reader, request = when_not_busy(
-                self._store,
-                session,
-                wait_seconds,
-                lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced, grammar),
-            )
-        except HistoryBehindClient:
-            self._metrics.histories_behind.inc()
-            raise
+        transcript, reader, request = when_not_busy(
+            self._store,
+            session,
+            wait_seconds,
+            lambda: self._attach_or_begin(session, params, listener, call, resume_from, forced, grammar),
+        )
         generation = Generation(transcript, reader, self._scheduler)
         if reader.is_replayed:
             self._metrics.replays.inc()
@@ -235,11 +230,11 @@ class Generates:
             reader: TranscriptReader | None = None
             try:
                 if known is not None:
-                    check_length(session, known.end_position, self._metrics)
+                    check_length(session, known.end_position)
                 self._refuse_without_place(session, params, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
-                transcript = known or _new_transcript(session, params, forced, grammar, call, self._metrics)
+                transcript = known or _new_transcript(session, params, forced, grammar, call)
                 reader = transcript.attach(position=resume_from, is_replayed=known is not None, listener=listener)
                 request = transcript.run(self._clock())
                 self._follow(request)
@@ -293,9 +288,8 @@ def _new_transcript(
     forced: Forced | None,
     grammar: Grammar | None,
     call: Call | None,
-    metrics: EngineMetrics,
 ) -> Transcript:
-    check_length(session, params.expected_history_length, metrics)
+    check_length(session, params.expected_history_length)
     if not len(session.history):
         raise InvalidArgument("history", "it is empty; append tokens to the session before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed

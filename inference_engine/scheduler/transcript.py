@@ -10,7 +10,6 @@ are the same as without the stop.
 
 from __future__ import annotations
 
-import logging
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ from dataclasses import replace
 from inference_engine.decode.constraints import Automaton, Grammar
 from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
-from inference_engine.logs import about_session
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
 from inference_engine.session.history import Stretch, TokenIds
 from inference_engine.session.journal import GenerateRecord, Logprobs
@@ -36,8 +34,6 @@ from inference_engine.types import (
     Truncated,
 )
 
-logger = logging.getLogger(__name__)
-
 _UNKNOWN = GenerateParams(max_tokens=1)  # of a recalled Generate
 AT_ONCE = 256  # most tokens in one read; a read of fewer has returned all there were
 
@@ -45,13 +41,7 @@ AT_ONCE = 256  # most tokens in one read; a read of fewer has returned all there
 def check_not_behind(session: Session, position: int) -> None:
     """Raise HistoryBehindClient if the client has a token that the history has not."""
     if position > len(session.history):
-        logger.warning(
-            "a client resumes from %d, and the history has %d tokens: tokens were lost, or the client is mistaken",
-            position,
-            len(session.history),
-            extra=about_session(session.session_id),
-        )
-        raise HistoryBehindClient(position, len(session.history))
+        raise HistoryBehindClient(position, len(session.history), session_id=session.session_id)
 
 
 class Transcript:

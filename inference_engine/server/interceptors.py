@@ -8,6 +8,7 @@ decided on the headers; the message of a call is read afterwards (`message_limit
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
@@ -18,7 +19,7 @@ import grpc
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, RequestError, Unauthenticated
-from inference_engine.logs import about_request
+from inference_engine.logs import about_request, about_session
 from inference_engine.server import message_limits as incoming
 from inference_engine.server.auth import NO_KEY, Key, KeyRing, owner_of_certificate
 from inference_engine.server.grpc_listener import GrpcDoor
@@ -42,6 +43,7 @@ Trailers: TypeAlias = tuple[tuple[str, bytes], ...]
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Behaviour = Callable[[Any, Context], Awaitable[Any]]
 
+_log = logging.getLogger(__name__)
 _key: ContextVar[Key] = ContextVar("key", default=NO_KEY)
 
 
@@ -253,6 +255,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     await _abort(context, code, self._ending.message, to_trailers(self._ending))
             except Exception as error:  # noqa: BLE001 - the last place that can answer the client
                 known = as_request_error(error, name)
+                if known.is_behind:
+                    self._note_behind(known)
                 code, reason = code_of(known), reason_of(known)
                 await _abort(context, code, known.message, to_trailers(known))
             finally:
@@ -264,6 +268,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 (ok if code is grpc.StatusCode.OK else self._metrics.rpc_total.labels(name, code.name)).inc()
 
         return guarded
+
+    def _note_behind(self, error: RequestError) -> None:
+        """Of an error that is sent: one that the journal does not let through says nothing of what was lost."""
+        self._metrics.histories_behind.inc()
+        session = about_session(error.session_id)
+        _log.warning("%s: tokens were lost, or the client is mistaken", error.message, extra=session)
 
     def _begin(self) -> asyncio.Task[Any]:
         task = asyncio.current_task()

@@ -53,7 +53,6 @@ def test_an_expected_length_that_is_another_changes_nothing() -> None:
         for expected in (39, 41):
             with pytest.raises(HistoryLengthMismatch):
                 engine.rewind_session(session, 10, expected_history_length=expected)
-        assert engine.metrics.histories_behind._value.get() == 1
         assert engine.rewind_session(session, 10, expected_history_length=40).history_length == 10
 
 

@@ -36,17 +36,19 @@ async def test_nothing_is_sent_before_it_is_safe_not_even_in_an_error(tmp_path: 
             await until(lambda: engine.session_info(session_id).history_length == len(HISTORY) + 5)
             others: list[Any] = [
                 client.length(session_id),
-                refused(client.append(session_id, [1], expected_history_length=2)),
+                refused(client.append(session_id, [1], expected_history_length=99)),
                 client.call("ReadHistory", pb.ReadHistoryRequest(session_id=session_id)),
             ]
             answers = [append, *(asyncio.ensure_future(one) for one in others)]
             done, _ = await asyncio.wait(answers, timeout=0.3)
             assert not done, "an answer came before what it says was safe"
             assert engine.session_info(session_id).saved_tokens <= len(HISTORY) + 3
+            assert engine.metrics.histories_behind._value.get() == 0, "what was not sent raises no alarm"
             journal.gate.set()
             appended, length, mismatch, history = await asyncio.gather(*answers)
             assert appended == length == len(HISTORY) + 5
             assert mismatch.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
+            assert engine.metrics.histories_behind._value.get() == 1
             rest = await read_rest(stream)
             assert list(history.token_ids)[len(HISTORY) :][:3] == ids_of([first, *rest])
 
