@@ -41,7 +41,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     device = "mlx" if request.param == "mlx" else "cpu"
     backend = {"device": "mlx"} if device == "mlx" else {"backend": request.param}
     config = ModelConfig(model=str(folder / "model"), cache_dir=str(folder / "cache"), threads=1, **backend)
-    with Engine(open_backend(config), EngineConfig(**SMALL, share_prefixes="owner")) as engine:
+    with Engine(open_backend(config), EngineConfig(**{**SMALL, "share_prefixes": "owner"})) as engine:
         yield engine, folder / "model"
 
 
@@ -81,6 +81,23 @@ def test_a_sessions_limit_takes_the_table_and_its_neighbours_do_not(served: tupl
     assert said(engine, fork) == by_transformers(folder, [*history, *expected[0], 5], short=1)
     rest = engine.fork_session(short).session_id
     assert prefill(engine, rest).cached_tokens > 0
+
+
+def test_what_begins_alike_is_not_shared_between_tables(served: tuple[Engine, Path]) -> None:
+    engine, folder = served
+    history = text(41, seed=2)
+    expected = by_transformers(folder, history), by_transformers(folder, history, short=1)
+    parent = engine.create_session(limit_tokens=SHORT).session_id
+    engine.append(parent, history)
+    short, long = (engine.fork_session(parent, limit_tokens=limit).session_id for limit in (SHORT, TRAINED))
+    assert (said(engine, short), said(engine, long)) == expected
+    for session in (parent, short, long):
+        engine.close_session(session)
+    sessions = [engine.create_session(limit_tokens=limit).session_id for limit in (TRAINED, SHORT)]
+    for session in sessions:
+        engine.append(session, history)
+        assert prefill(engine, session).cached_tokens > 0
+    assert [said(engine, session) for session in sessions] == [*reversed(expected)]
 
 
 def test_keys_are_moved_by_the_sessions_own_table(served: tuple[Engine, Path]) -> None:
