@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 import kakeya
+from kakeya.tools import ToolCallPart
 from kakeya_gateway import chat_completions, messages, responses
 from kakeya_gateway.bodies import Ask, Json, Refused
 from kakeya_gateway.conversations import Conversations
@@ -98,7 +99,9 @@ async def message(asked: messages.Request, owner: Owner) -> Response:
 
 @routes.post("/v1/messages/count_tokens")
 async def count(asked: messages.Counted, owner: Owner) -> Response:
-    return JSONResponse({"input_tokens": len(await owner.texts.begin(asked.chat()))})
+    ask = asked.ask()
+    tools = await owner.texts.tools(ask.tools)
+    return JSONResponse({"input_tokens": len(await owner.texts.begin(ask.messages, tools))})
 
 
 @routes.post("/v1/responses")
@@ -177,7 +180,7 @@ class Reply(Protocol):
     ending: str
 
     def begin(self) -> Iterable[Json]: ...
-    def more(self, piece: Piece) -> Iterable[Json]: ...
+    def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]: ...
     def end(self) -> Iterable[Json]: ...
     def whole(self) -> Json: ...
 
@@ -240,7 +243,7 @@ class _Answer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _next(pieces: Any, write: Callable[[Iterable[Json], str], Awaitable[None]]) -> Piece | None:
+async def _next(pieces: Any, write: Callable[[Iterable[Json], str], Awaitable[None]]) -> Piece | ToolCallPart | None:
     """The next piece, None at the end. While none comes, a comment says that something will."""
     coming = asyncio.ensure_future(anext(pieces, None))
     try:
@@ -249,7 +252,7 @@ async def _next(pieces: Any, write: Callable[[Iterable[Json], str], Awaitable[No
     except BaseException:
         coming.cancel()
         raise
-    piece: Piece | None = coming.result()
+    piece: Piece | ToolCallPart | None = coming.result()
     return piece
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kakeya import Constraint, JsonSchema
 
@@ -35,6 +35,9 @@ class Ask(NamedTuple):
     max_tokens: int | None
     options: Mapping[str, Any]  # of `AsyncSession.generate`
     stops: Sequence[str] = ()
+    tools: Sequence[Json] = ()  # their definitions
+    choice: str = "auto"  # of tools, as `Tools.constraint` takes it
+    is_parallel: bool = True  # may several be called at once?
     after: str | None = None
     is_kept: bool = False
 
@@ -54,7 +57,7 @@ class Body(BaseModel):
 
 
 class Part(Body):
-    """Text, or what is said in its place."""
+    """Text in a message."""
 
     harmless = frozenset({"annotations", "cache_control", "citations", "logprobs"})
     type: Literal["text", "input_text", "output_text"]
@@ -64,11 +67,24 @@ class Part(Body):
         return {"type": "text", "text": self.text}
 
 
-def _in_parts(given: Any) -> Any:
+def in_parts(given: Any) -> Any:
     return [{"type": "text", "text": given}] if isinstance(given, str) else given
 
 
-Parts = Annotated[list[Part], BeforeValidator(_in_parts)]
+Parts = Annotated[list[Part], BeforeValidator(in_parts)]
+
+
+class Tool(Body):
+    """A function that can be called. A call is held to its schema in any case."""
+
+    harmless = frozenset({"strict", "cache_control", "eager_input_streaming"})
+    type: Literal["function", "custom"] = "function"
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field({}, validation_alias=AliasChoices("parameters", "input_schema"))
+
+    def definition(self) -> Json:
+        return self.model_dump(include={"name", "description", "parameters"})
 
 
 class Format(Body):

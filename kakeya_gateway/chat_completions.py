@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from time import time
 from typing import Annotated, Any, Literal
@@ -9,18 +10,32 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kakeya.tokenization import from_openai_messages
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled
+from kakeya.tools import ToolCall, ToolCallPart
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled, Tool
 from kakeya_gateway.turns import Piece, Turn
 
 _RECORDS = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
-HARMLESS = frozenset((*_RECORDS, "parallel_tool_calls"))
+HARMLESS = frozenset(_RECORDS)
 Zero = Annotated[float, Field(ge=0, le=0)]
-None_ = Annotated[list[Any], Field(max_length=0)]
 
 
 class StreamOptions(Body):
     harmless = frozenset({"include_obfuscation"})
     include_usage: bool = False
+
+
+class Function(Body):
+    type: Literal["function"]
+    function: Tool
+
+
+class Named(Body):
+    name: str
+
+
+class Choice(Body):
+    type: Literal["function"]
+    function: Named
 
 
 class Request(Sampled):
@@ -38,8 +53,9 @@ class Request(Sampled):
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
     top_logprobs: Zero = 0
-    tools: None_ = []
-    tool_choice: Literal["none", "auto"] = "none"
+    tools: list[Function] = []
+    tool_choice: Literal["none", "auto", "required"] | Choice = "auto"
+    parallel_tool_calls: bool = True
 
     def ask(self) -> Ask:
         most = self.max_completion_tokens or self.max_tokens
@@ -48,7 +64,10 @@ class Request(Sampled):
         bias = {int(token): value for token, value in self.logit_bias.items()}
         options = self.options(self.response_format, "response_format", logprobs=self.logprobs, logit_bias=bias)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        return Ask(self.model, from_openai_messages(self.messages), most, options, stops)
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
+        tools = [tool.function.definition() for tool in self.tools]
+        asked = stops, tools, choice, self.parallel_tool_calls
+        return Ask(self.model, from_openai_messages(self.messages), most, options, *asked)
 
 
 class Reply:
@@ -64,8 +83,14 @@ class Reply:
     def begin(self) -> Iterable[Json]:
         yield self._chunk({"role": "assistant", "content": ""})
 
-    def more(self, piece: Piece) -> Iterable[Json]:
-        yield self._chunk({"content": piece.text}, piece.tokens)
+    def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
+        if isinstance(piece, Piece):
+            yield self._chunk({"content": piece.text}, piece.tokens)
+        else:
+            is_first = not piece.arguments
+            head = {"id": piece.id, "type": "function"} if is_first else {}
+            function = {"arguments": piece.arguments, **({"name": piece.name} if is_first else {})}
+            yield self._chunk({"tool_calls": [{"index": piece.index, **head, "function": function}]})
 
     def end(self) -> Iterable[Json]:
         yield self._chunk({}, reason=self._reason)
@@ -73,14 +98,17 @@ class Reply:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self._usage}
 
     def whole(self) -> Json:
-        message = {"role": "assistant", "content": self._turn.text, "refusal": None}
+        message: Json = {"role": "assistant", "content": self._turn.text, "refusal": None}
+        if self._turn.calls:
+            message["content"] = self._turn.text or None
+            message["tool_calls"] = [_called(call) for call in self._turn.calls]
         choice = {"index": 0, "message": message, "finish_reason": self._reason}
         choices = [{**choice, "logprobs": self._logprobs(self._turn.tokens)}]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
 
     @property
     def _reason(self) -> str:
-        return "length" if self._turn.is_cut else "stop"
+        return "length" if self._turn.is_cut else "tool_calls" if self._turn.calls else "stop"
 
     @property
     def _usage(self) -> Json:
@@ -98,6 +126,15 @@ class Reply:
         texts = [(self._turn.owner.texts.token(token_id), logprob) for token_id, logprob in tokens]
         entries = [{"token": text, "bytes": [*text.encode()], "logprob": of, "top_logprobs": []} for text, of in texts]
         return {"content": entries, "refusal": None}
+
+
+def _called(call: ToolCall) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written(call)}}
+
+
+def written(call: ToolCall) -> str:
+    """The arguments as JSON text."""
+    return json.dumps(dict(call.arguments), ensure_ascii=False)
 
 
 def error(refused: Refused) -> Json:

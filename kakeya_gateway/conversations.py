@@ -40,9 +40,11 @@ from kakeya import (
     ServerInfo,
     SessionClosed,
     SessionNotFound,
+    TemplateError,
 )
-from kakeya_gateway.bodies import Json, Refused
-from kakeya_gateway.texts import Message, Texts
+from kakeya.tools import Tools
+from kakeya_gateway.bodies import Ask, Json, Refused
+from kakeya_gateway.texts import Texts
 
 LEAST_SHARED = 32
 _NAME_CHARACTERS = 24
@@ -55,13 +57,22 @@ _GONE = (
 Ids = array  # of "I"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One that is kept. message: what was said, None if it is an earlier gateway's. digest: of all up to its end."""
+
+    end: int
+    digest: bytes
+    message: Json | None = None
+    reply: Json | None = None
+
+
 @dataclass(eq=False, kw_only=True, slots=True)
 class Conversation:
     """A session, and what is known here of its history.
 
     said: the digest of messages, and where the answer that is the last of them begins and ends, or, if there is none
-    yet, where it is to begin. answers: of those that are kept, where each begins, and its end. floor: it is not rewound
-    behind that.
+    yet, where it is to begin. answers: those that are kept, by where they begin. floor: it is not rewound behind that.
     """
 
     name: str
@@ -69,8 +80,7 @@ class Conversation:
     ids: Ids[int] = field(default_factory=lambda: array("I"))
     floor: int = 0
     said: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    answers: dict[int, int] = field(default_factory=dict)
-    replies: dict[int, Json] = field(default_factory=dict)  # of `answers`, what was replied
+    answers: dict[int, Answer] = field(default_factory=dict)
     is_busy: bool = False
     is_behind: bool = False  # the session's history may be longer
     used_at: float = field(default_factory=monotonic)
@@ -79,18 +89,15 @@ class Conversation:
         del self.ids[length:]
         self.said = {digest: place for digest, place in self.said.items() if place[1] <= length}
 
-    def end(self, ids: Sequence[int], digest: bytes | None, *, is_whole: bool, is_kept: bool) -> None:
-        """The turn has ended with these ids. digest: of all messages and the answer; None: it is not as the ids are.
-
-        is_whole: the session has no more than these.
-        """
+    def end(self, ids: Sequence[int], *, is_whole: bool) -> tuple[int, int]:
+        """The turn has ended with these ids; where they are now. is_whole: the session has no more than these."""
         start = len(self.ids)
         self.ids.extend(ids)
-        if digest is not None:
-            self.said[digest] = start, len(self.ids)
-        if is_kept and is_whole:
-            self.answers[start] = self.floor = len(self.ids)
         self.is_busy, self.is_behind, self.used_at = False, not is_whole, monotonic()
+        return start, len(self.ids)
+
+    def keep(self, start: int, answer: Answer) -> None:
+        self.answers[start], self.floor = answer, answer.end
 
 
 class Conversations:
@@ -124,29 +131,33 @@ class Conversations:
             self._close(each)
         return not self._held and not self._closing and self._used_at < limit
 
-    async def ids_of(self, messages: Sequence[Message], after: str | None) -> tuple[Ids[int], bytes]:
-        """The ids of a conversation, up to where it is to be answered, and its digest. after: the answer before it."""
-        if after is not None:
-            if (found := self.answer(after)) is None:
+    async def ids_of(self, ask: Ask, tools: Tools | None) -> tuple[Ids[int], bytes]:
+        """The ids of a conversation, up to where it is to be answered, and its digest."""
+        messages = ask.messages
+        if ask.after is not None:
+            if (found := self.answer(ask.after)) is None:
                 raise Refused("its session was closed meanwhile", param="previous_response_id", status=404)
             known, start = found
-            head, answer = known.ids[: known.answers[start]], (start, known.answers[start])
-            root = next((digest for digest, other in known.said.items() if other == answer), after.encode())
-            return head + array("I", await self.texts.go_on(messages, head[start:])), digests(root, messages)[-1]
-        chain = digests(b"", messages)
+            answer = known.answers[start]
+            calls = None if answer.message is None else answer.message.get("tool_calls", ())
+            head = known.ids[: answer.end]
+            new = await self.texts.go_on(messages, head[start:], calls, tools)
+            return head + array("I", new), digests(answer.digest, messages)[-1]
+        chain = digests(json.dumps(ask.tools).encode(), messages)
         for count in range(len(messages), 0, -1):
-            for known in self._held.values():
-                if (place := known.said.get(chain[count])) is None:
-                    continue
-                head, rest = known.ids[: place[1]], messages[count:]
-                if not rest:
-                    return head, chain[-1]
-                if place[0] < place[1] and all(message["role"] != "assistant" for message in rest):
-                    new = await self.texts.go_on_if_possible(rest, head[place[0] :])
-                    if new is not None:
-                        return head + array("I", new), chain[-1]
-                    break
-        return array("I", await self.texts.begin(messages)), chain[-1]
+            same = next((each for each in self._held.values() if chain[count] in each.said), None)
+            if same is None:
+                continue
+            start, end = same.said[chain[count]]
+            head, rest = same.ids[:end], messages[count:]
+            if not rest:
+                return head, chain[-1]
+            if start < end and all(message["role"] != "assistant" for message in rest):
+                calls = messages[count - 1].get("tool_calls", ())
+                with suppress(TemplateError):  # of a template that has to see the whole conversation
+                    return head + array("I", await self.texts.go_on(rest, head[start:], calls, tools)), chain[-1]
+                break
+        return array("I", await self.texts.begin(messages, tools)), chain[-1]
 
     def answer(self, name: str) -> tuple[Conversation, int] | None:
         """Where a kept answer is: its conversation, and its beginning there."""
@@ -282,11 +293,11 @@ def _take_up(found: Conversation, ids: Sequence[int], run_lengths: Sequence[int]
     for place, length in enumerate(run_lengths):
         start, end = end, end + length
         if place % 2 and length:
-            begun = next((first for first, last in found.answers.items() if last == start), start)
-            found.answers[begun] = end
+            begun = next((first for first, answer in found.answers.items() if answer.end == start), start)
+            found.answers[begun] = Answer(end=end, digest=f"{found.name}{end}".encode())
 
 
-def digests(root: bytes, messages: Sequence[Message]) -> list[bytes]:
+def digests(root: bytes, messages: Sequence[Json]) -> list[bytes]:
     """One of no message, then one more behind each; every one depends on all before it."""
     chain = [root]
     for message in messages:

@@ -3,19 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from kakeya.tokenization import from_openai_messages
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled
-from kakeya_gateway.chat_completions import None_
+from kakeya.tools import ToolCallPart
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Part, Parts, Refused, Sampled, Tool, in_parts
 from kakeya_gateway.turns import Piece, Turn
 
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ToolUse(Body):
+    harmless = frozenset({"cache_control", "caller"})
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResult(Body):
+    harmless = frozenset({"cache_control", "is_error"})
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Parts = []
+
+
+Content = list[Annotated[Part | ToolUse | ToolResult, Field(discriminator="type")]]
 
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: Parts
+    content: Annotated[Content, BeforeValidator(in_parts)]
+
+    def chat(self) -> Iterable[Json]:
+        """As chat completions have it: results of tools come before what else is said, in messages of their own."""
+        texts, calls = [part.as_chat() for part in self.content if isinstance(part, Part)], []
+        for part in self.content:
+            if isinstance(part, ToolResult):
+                content = [each.as_chat() for each in part.content] or ""
+                yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": content}
+            elif isinstance(part, ToolUse):
+                calls.append({"id": part.id, "function": {"name": part.name, "arguments": part.input}})
+        if texts or calls or not self.content:
+            yield {"role": self.role, "content": texts or None, "tool_calls": calls}
 
 
 class Output(Body):
@@ -27,8 +60,9 @@ class Thinking(Body):
 
 
 class Choice(Body):
-    harmless = frozenset({"disable_parallel_tool_use"})
-    type: Literal["none", "auto"]
+    type: Literal["none", "auto", "any", "tool"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class Counted(Sampled):
@@ -41,22 +75,21 @@ class Counted(Sampled):
     stop_sequences: list[str] = []
     output_config: Output = Output()
     thinking: Thinking | None = None
-    tools: None_ = []
-    tool_choice: Choice | None = None
+    tools: list[Tool] = []
+    tool_choice: Choice = Choice()
 
-    def chat(self) -> list[Json]:
-        said: list[tuple[str, Parts]] = [("system", self.system)] if self.system else []
-        said += ((message.role, message.content) for message in self.messages)
-        messages: list[Any] = [{"role": role, "content": [part.as_chat() for part in parts]} for role, parts in said]
-        return from_openai_messages(messages)
+    def ask(self) -> Ask:
+        options = self.options(self.output_config.format, "output_config.format")
+        said = [{"role": "system", "content": [part.as_chat() for part in self.system]}] if self.system else []
+        messages = from_openai_messages([*said, *(each for message in self.messages for each in message.chat())])
+        tools = [tool.definition() for tool in self.tools]
+        choice = _CHOICES.get(self.tool_choice.type, self.tool_choice.name)
+        asked = self.stop_sequences, tools, choice, not self.tool_choice.disable_parallel_tool_use
+        return Ask(self.model, messages, self.max_tokens, options, *asked)
 
 
 class Request(Counted):
     max_tokens: int
-
-    def ask(self) -> Ask:
-        options = self.options(self.output_config.format, "output_config.format")
-        return Ask(self.model, self.chat(), self.max_tokens, options, self.stop_sequences)
 
 
 class Reply:
@@ -65,22 +98,45 @@ class Reply:
     def __init__(self, asked: Request, turn: Turn) -> None:
         self._model = asked.model
         self._turn = turn
+        self._kind = ""  # of the block that is open
+        self._count = 0  # of blocks so far
 
     def begin(self) -> Iterable[Json]:
         yield {"type": "message_start", "message": self._message([], None)}
-        yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
 
-    def more(self, piece: Piece) -> Iterable[Json]:
-        yield {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": piece.text}}
+    def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
+        if isinstance(piece, Piece):
+            if self._kind != "text":
+                yield from self._open({"type": "text", "text": ""})
+            delta = {"type": "text_delta", "text": piece.text}
+        else:
+            if not piece.arguments:
+                yield from self._open({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+            delta = {"type": "input_json_delta", "partial_json": piece.arguments}
+        yield {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
 
     def end(self) -> Iterable[Json]:
-        yield {"type": "content_block_stop", "index": 0}
+        if not self._count:
+            yield from self._open({"type": "text", "text": ""})
+        yield from self._close()
         delta = {"stop_reason": self._reason, "stop_sequence": self._turn.stop}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage}
         yield {"type": "message_stop"}
 
+    def _open(self, block: Json) -> Iterable[Json]:
+        yield from self._close()
+        self._kind, self._count = block["type"], self._count + 1
+        yield {"type": "content_block_start", "index": self._count - 1, "content_block": block}
+
+    def _close(self) -> Iterable[Json]:
+        if self._kind:
+            yield {"type": "content_block_stop", "index": self._count - 1}
+
     def whole(self) -> Json:
-        return self._message([{"type": "text", "text": self._turn.text}], self._reason)
+        text, calls = self._turn.text, self._turn.calls
+        content: list[Json] = [{"type": "text", "text": text}] if text or not calls else []
+        uses = ({"id": call.id, "name": call.name, "input": dict(call.arguments)} for call in calls)
+        return self._message([*content, *({"type": "tool_use", **use} for use in uses)], self._reason)
 
     def _message(self, content: list[Json], reason: str | None) -> Json:
         head = {"id": f"msg_{self._turn.name}", "type": "message", "role": "assistant", "model": self._model}
@@ -89,7 +145,10 @@ class Reply:
 
     @property
     def _reason(self) -> str:
-        return "max_tokens" if self._turn.is_cut else "end_turn" if self._turn.stop is None else "stop_sequence"
+        if self._turn.is_cut:
+            return "max_tokens"
+        ended = "end_turn" if self._turn.stop is None else "stop_sequence"
+        return "tool_use" if self._turn.calls else ended
 
     @property
     def _usage(self) -> Json:

@@ -6,25 +6,46 @@ from collections.abc import Iterable
 from time import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from kakeya.tokenization import from_openai_messages
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled
-from kakeya_gateway.chat_completions import HARMLESS, None_, Zero
-from kakeya_gateway.conversations import Conversations
+from kakeya.tools import ToolCallPart
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled, Tool
+from kakeya_gateway.chat_completions import HARMLESS, Zero, written
+from kakeya_gateway.conversations import Answer, Conversations
 from kakeya_gateway.turns import Piece, Turn
 
-ID, ITEM = "resp_", "msg_"
+ID, MESSAGE, CALL = "resp_", "msg_", "fc_"
 
 
 class Item(Body):
-    """A message, or the id of one of a stored response, in whose place the message comes."""
+    harmless = frozenset({"status", "phase", "id"})
 
-    harmless = frozenset({"status", "phase"})
-    type: Literal["message", "item_reference"] = "message"
-    role: str = ""
-    content: Parts = []
-    id: str = ""
+
+class Message(Item):
+    type: Literal["message"]
+    role: str
+    content: Parts
+
+
+class Reference(Body):
+    """In whose place comes what has this id in a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class Call(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class Output(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
 
 
 class Text(Body):
@@ -35,13 +56,22 @@ class Reasoning(Body):
     effort: Literal["none"] = "none"
 
 
+class Choice(Body):
+    type: Literal["function"]
+    name: str
+
+
 def _in_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
+
+
+Items = list[Annotated[Message | Reference | Call | Output, Field(discriminator="type")]]
 
 
 class Request(Sampled):
     harmless = HARMLESS - {"metadata"} | {"stream_options"}
-    input: Annotated[list[Item], BeforeValidator(_in_items)]
+    input: Annotated[Items, BeforeValidator(_in_items)]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -53,46 +83,87 @@ class Request(Sampled):
     include: list[Literal["reasoning.encrypted_content"]] = []  # there is none
     truncation: Literal["disabled"] = "disabled"
     top_logprobs: Zero = 0
-    tools: None_ = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tools: list[Tool] = []
+    tool_choice: Literal["auto", "none", "required"] | Choice = "auto"
+    parallel_tool_calls: bool = True
 
     def ask(self, owner: Conversations) -> Ask:
         """owner: has the responses that are referred to."""
         messages: list[Any] = []
         if (after := self.previous_response_id) is not None:
-            begun = stored(owner, after, "previous_response_id").get("instructions", self.instructions)
-            if self.instructions not in (None, begun):
-                said = "differ from those that the previous response began with, and a session's history stays"
-                raise Refused(said, param="instructions")
-            self.instructions = begun
+            self._go_on_from(_answer(owner, after, "previous_response_id"))
         elif self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
-        for index, item in enumerate(self.input):
-            if item.type == "item_reference":
-                found = stored(owner, ID + item.id.removeprefix(ITEM), f"input[{index}].id")
-                messages.append({"role": "assistant", "content": found["output"][0]["content"][0]["text"]})
-            else:
-                messages.append({"role": item.role, "content": [part.as_chat() for part in item.content]})
+        messages += _messages(self.input, owner)
         options = self.options(self.text.format, "text.format")
+        choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.name
+        tools = [tool.definition() for tool in self.tools]
         name = None if after is None else after.removeprefix(ID)
-        return Ask(
-            self.model, from_openai_messages(messages), self.max_output_tokens, options, after=name, is_kept=self.store
-        )
+        asked = (), tools, choice, self.parallel_tool_calls, name, self.store
+        return Ask(self.model, from_openai_messages(messages), self.max_output_tokens, options, *asked)
+
+    def _go_on_from(self, answer: Answer) -> None:
+        """Have what its session begins with. Raises Refused for something else."""
+        if answer.reply is None:
+            return
+        self.instructions = self.instructions or answer.reply["instructions"]
+        for name, given in (("instructions", self.instructions), ("tools", [*map(_shown, self.tools)])):
+            if given and given != answer.reply[name]:
+                said = "differ from those of the previous response, with which its session begins; leave them out"
+                raise Refused(said, param=name)
 
 
-def stored(owner: Conversations, name: str, param: str = "response_id") -> Json:
-    """A response that was stored. Raises Refused."""
+def _messages(items: Items, owner: Conversations) -> list[Json]:
+    """As chat completions have them: calls belong to the message before them."""
+    messages: list[Json] = []
+    for index, item in enumerate(items):
+        match item:
+            case Message():
+                messages.append({"role": item.role, "content": [part.as_chat() for part in item.content]})
+            case Output():
+                content = [part.as_chat() for part in item.output]
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
+            case Call():
+                _add_call(messages, item.call_id, item.name, item.arguments)
+            case Reference():
+                name, _, place = item.id.partition("_")[2].partition("_")
+                said = _answer(owner, name, f"input[{index}].id").message or {}
+                if place:
+                    call = dict(enumerate(said.get("tool_calls", ()))).get(int(place) if place.isdecimal() else -1)
+                    if call is None:
+                        raise Refused(f"{item.id[:80]!r} is not known", param=f"input[{index}].id", status=404)
+                    _add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
+                else:
+                    messages.append({"role": "assistant", "content": said.get("content")})
+    return messages
+
+
+def _add_call(messages: list[Json], name: str, function: str, arguments: Any) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    call = {"id": name, "function": {"name": function, "arguments": arguments}}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _shown(tool: Tool) -> Json:
+    return {"type": "function", "strict": True, **tool.definition()}
+
+
+def _answer(owner: Conversations, name: str, param: str) -> Answer:
+    """One that was kept. Raises Refused."""
     if (found := owner.answer(name.removeprefix(ID))) is None:
         said = f"{name[:80]!r} is not known: it was not stored, or its session is closed"
         raise Refused(said, param=param, status=404, code="previous_response_not_found")
-    conversation, start = found
-    if start not in conversation.replies:  # an earlier gateway's
-        said = owner.texts.decode(conversation.ids[start : conversation.answers[start]])
-        content = [{"type": "output_text", "text": said, "annotations": []}]
-        item = {"id": ITEM + name.removeprefix(ID), "type": "message", "role": "assistant", "status": "completed"}
-        head = {"id": name, "object": "response", "created_at": 0, "status": "completed", "model": owner.info.model_id}
-        return {**head, "output": [{**item, "content": content}], "tools": [], "tool_choice": "auto"}
-    return conversation.replies[start]
+    return found[0].answers[found[1]]
+
+
+def stored(owner: Conversations, name: str) -> Json:
+    """A response that was stored. Raises Refused."""
+    answer = _answer(owner, name, "response_id")
+    if answer.reply is None:
+        said = "is an earlier gateway's: it can be continued by its id, and what was said is not known here"
+        raise Refused(said, param="response_id", status=404)
+    return answer.reply
 
 
 class Reply:
@@ -102,38 +173,74 @@ class Reply:
         self._asked = asked
         self._turn = turn
         self._created = time()
-        self._count = 0
+        self._count = 0  # of events
+        self._items: list[Json] = []  # of a stream; the last one is under way
 
     def begin(self) -> Iterable[Json]:
         yield self._event("response.created", response=self._response("in_progress", []))
         yield self._event("response.in_progress", response=self._response("in_progress", []))
-        yield self._event("response.output_item.added", output_index=0, item=self._item("in_progress", []))
-        yield self._event("response.content_part.added", **self._place, part=self._part(""))
 
-    def more(self, piece: Piece) -> Iterable[Json]:
-        yield self._event("response.output_text.delta", **self._place, delta=piece.text, logprobs=[])
+    def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
+        if isinstance(piece, Piece):
+            if not self._items or self._items[-1]["type"] != "message":
+                yield from self._open(self._message("in_progress", ""))
+                yield self._event("response.content_part.added", **self._place, content_index=0, part=_part(""))
+            self._items[-1]["content"][0]["text"] += piece.text
+            text: Json = {"content_index": 0, "delta": piece.text, "logprobs": []}
+            yield self._event("response.output_text.delta", **self._place, **text)
+        else:
+            if not piece.arguments:
+                yield from self._open(self._call("in_progress", piece.index, piece.id, piece.name, ""))
+            self._items[-1]["arguments"] += piece.arguments
+            yield self._event("response.function_call_arguments.delta", **self._place, delta=piece.arguments)
 
     def end(self) -> Iterable[Json]:
-        text, whole = self._turn.text, self.whole()
-        yield self._event("response.output_text.done", **self._place, text=text, logprobs=[])
-        yield self._event("response.content_part.done", **self._place, part=self._part(text))
-        yield self._event("response.output_item.done", output_index=0, item=whole["output"][0])
-        yield self._event(f"response.{whole['status']}", response=whole)
+        if not self._items:
+            yield from self.more(Piece("", ()))
+        yield from self._close()
+        yield self._event(f"response.{self._status}", response=self._response(self._status, self._items))
+
+    def _open(self, item: Json) -> Iterable[Json]:
+        yield from self._close()
+        self._items.append(item)
+        shown = {**item, "content": []} if "content" in item else {**item}
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
+
+    def _close(self) -> Iterable[Json]:
+        if not self._items:
+            return
+        item = self._items[-1]
+        item["status"] = self._status
+        if item["type"] == "message":
+            (part,) = item["content"]
+            said = {"content_index": 0, "text": part["text"], "logprobs": []}
+            yield self._event("response.output_text.done", **self._place, **said)
+            yield self._event("response.content_part.done", **self._place, content_index=0, part=part)
+        else:
+            said = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **self._place, **said)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def whole(self) -> Json:
-        status = "incomplete" if self._turn.is_cut else "completed"
-        return self._response(status, [self._item(status, [self._part(self._turn.text)])])
+        calls = self._turn.calls
+        items = [self._message(self._status, self._turn.text)] if self._turn.text or not calls else []
+        for index, call in enumerate(calls):
+            items.append(self._call(self._status, index, call.id, call.name, written(call)))
+        return self._response(self._status, items)
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._turn.is_cut else "completed"
 
     def _response(self, status: str, output: list[Json]) -> Json:
-        read, written = self._turn.start, self._turn.output_tokens
-        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
-        usage |= {"input_tokens_details": {"cached_tokens": self._turn.cached_tokens}}  # type: ignore[dict-item]
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}  # type: ignore[dict-item]
+        asked, form, read, said = self._asked, self._asked.text.format, self._turn.start, self._turn.output_tokens
+        usage: Json = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
+        usage |= {"input_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
+        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
         echoed = {"model", "instructions", "previous_response_id", "metadata", "store", "max_output_tokens"}
-        echoed |= {"temperature", "top_p", "truncation", "tools", "tool_choice", "background"}
-        form = self._asked.text.format
+        echoed |= {"temperature", "top_p", "truncation", "tool_choice", "parallel_tool_calls", "background"}
         return {
-            **self._asked.model_dump(include=echoed, by_alias=True),
+            **asked.model_dump(include=echoed),
             "id": ID + self._turn.name,
             "object": "response",
             "created_at": self._created,
@@ -141,23 +248,27 @@ class Reply:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": output,
-            "parallel_tool_calls": True,
             "text": {"format": {"type": "text"} if form is None else form.model_dump(exclude_none=True, by_alias=True)},
+            "tools": [*map(_shown, asked.tools)],
             "usage": usage if output else None,
         }
 
-    def _item(self, status: str, content: list[Json]) -> Json:
-        item = {"id": ITEM + self._turn.name, "type": "message", "role": "assistant"}
-        return {**item, "status": status, "content": content}
+    def _message(self, status: str, text: str) -> Json:
+        item = {"id": MESSAGE + self._turn.name, "type": "message", "role": "assistant"}
+        return {**item, "status": status, "content": [_part(text)]}
+
+    def _call(self, status: str, index: int, name: str, function: str, arguments: str) -> Json:
+        item = {"id": f"{CALL}{self._turn.name}_{index}", "type": "function_call", "status": status}
+        return {**item, "call_id": name, "name": function, "arguments": arguments}
 
     @property
     def _place(self) -> Json:
-        return {"item_id": ITEM + self._turn.name, "output_index": 0, "content_index": 0}
-
-    @staticmethod
-    def _part(text: str) -> Json:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._count += 1
         return {"type": kind, "sequence_number": self._count - 1, **fields}
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

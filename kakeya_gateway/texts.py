@@ -3,40 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import TypeVar
 
-from kakeya import TemplateError
+from kakeya import InvalidMessages, ToolFormatUnknown
 from kakeya.tokenization import ChatTokenizer, tokens_for_chat, tokens_for_next_turn
+from kakeya.tools import TextPart, ToolCall, ToolResult, Tools
+from kakeya_gateway.bodies import Json, Refused
 
-Message = dict[str, Any]
+T = TypeVar("T")
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_KEPT_TOOLS = 64  # lists of tools, each with what was found of their format
 
 
 class Texts:
     """A tokenizer, used by one thread at a time, so that long conversations do not hold up the answers of others."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, tool_format: str | None = None) -> None:
+        """tool_format: for a chat template that writes no tool calls; see `kakeya.tools`."""
         self._tokenizer = tokenizer
+        self._tool_format = tool_format
         self._thread = ThreadPoolExecutor(1, "texts")
+        self._tools = lru_cache(_KEPT_TOOLS)(self._found_tools)
 
-    async def begin(self, messages: Sequence[Message]) -> list[int]:
+    async def tools(self, definitions: Sequence[Json]) -> Tools | None:
+        """None for none. Raises InvalidTool, and Refused where the model's format is not known."""
+        return await self._run(partial(self._tools, json.dumps(definitions))) if definitions else None
+
+    async def begin(self, messages: Sequence[Json], tools: Tools | None) -> list[int]:
         """The ids of a whole conversation. Raises TemplateError, InvalidMessages or TokenizerError."""
-        return await self._run(partial(tokens_for_chat, messages, self._tokenizer))
+        if tools is None:
+            return await self._run(partial(tokens_for_chat, messages, self._tokenizer))
+        if tools.instructions and any(message.get("tool_calls") for message in messages):
+            said = "has tool calls that this gateway did not make, and the chat template does not write any"
+            raise Refused(said, param="messages")
+        return await self._run(partial(tools.tokens_for_chat, messages))
 
-    async def go_on(self, messages: Sequence[Message], after: Sequence[int]) -> list[int]:
-        """The ids of new messages behind an answer, whose ids are `after`. Raises as `begin`."""
-        return await self._run(partial(tokens_for_next_turn, messages, self._tokenizer, after=after))
+    async def go_on(
+        self, messages: Sequence[Json], after: Sequence[int], calls: Sequence[Json] | None, tools: Tools | None
+    ) -> list[int]:
+        """The ids of new messages behind an answer, whose ids are `after`. Raises as `begin`.
 
-    async def go_on_if_possible(self, messages: Sequence[Message], after: Sequence[int]) -> list[int] | None:
-        """None where the template has to see the whole conversation."""
-        try:
-            return await self.go_on(messages, after)
-        except TemplateError:
-            return None
+        calls: those in it, as messages have them; None: their ids are not known, and results come in their order.
+        """
+        if tools is None:
+            return await self._run(partial(tokens_for_next_turn, messages, self._tokenizer, after=after))
+        results = {message["tool_call_id"]: message["content"] for message in messages if message["role"] == "tool"}
+        if calls is None:
+            read = tools.read(after).calls
+            made = [ToolCall(name, call.name, call.arguments) for name, call in zip(results, read, strict=False)]
+        else:
+            made = [ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        if results.keys() != {call.id for call in made}:
+            raise InvalidMessages("messages", f"must have the results of the calls {[call.id for call in made]}")
+        said = [ToolResult(call, results[call.id]) for call in made]
+        others = [message for message in messages if message["role"] != "tool"]
+        return await self._run(partial(tools.tokens_for_next_turn, [*said, *others], after=after))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -44,47 +70,70 @@ class Texts:
     def token(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
 
-    async def _run(self, render: Callable[[], list[int]]) -> list[int]:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, render)
+    def _found_tools(self, definitions: str) -> Tools:
+        given: list[Json] = json.loads(definitions)
+        try:
+            return Tools(given, self._tokenizer)
+        except ToolFormatUnknown as error:
+            if self._tool_format is None:
+                said = "the model's chat template writes no tool calls; start the gateway with --tool-format"
+                raise Refused(said, param="tools") from error
+            return Tools(given, self._tokenizer, format=self._tool_format)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-class Pieces:
-    """The text of an answer as its ids come, without characters that are not complete, up to a stop string.
+class TextReader:
+    """Reads the ids of an answer without tools, with the methods of a `ToolCallParser`.
 
     A character can take several ids, and the text of an id can depend on the one before it: a piece is what decoding
-    adds to the ids shown last. Text that may be the beginning of a stop string waits for what follows.
+    adds to the ids shown last, once its last character is complete.
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str]) -> None:
-        self._texts = texts
-        self._stops = stops
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
         self._ids: list[int] = []
         self._start = self._shown = 0
-        self._waiting = ""
-        self.stop: str | None = None  # the string that ended the answer
 
-    def push(self, token_id: int) -> str:
-        self._ids.append(token_id)
+    def feed(self, token_ids: Iterable[int]) -> list[TextPart]:
+        self._ids += token_ids
         added = self._added()
         if not added or added.endswith(_BROKEN):
-            return ""
+            return []
         self._start, self._shown = self._shown, len(self._ids)
-        text = self._waiting + added
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, cut, self.stop = min(found)
+        return [TextPart(added)]
+
+    def finish(self) -> list[TextPart]:
+        return [TextPart(self._added().rstrip(_BROKEN))]
+
+    def _added(self) -> str:
+        before = self._decode(self._ids[self._start : self._shown])
+        return self._decode(self._ids[self._start :])[len(before) :]
+
+
+class Stops:
+    """Passes text on up to the first of some stop strings. What may be the beginning of one waits for what follows."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._waiting = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        text = self._waiting + piece
+        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            _, cut, self.found = min(ends)
         else:
             cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
         self._waiting = text[cut:]
         return text[:cut]
 
     def end(self) -> str:
-        """What waited, once no more ids come."""
-        return "" if self.stop is not None else self._waiting + self._added().rstrip(_BROKEN)
-
-    def _added(self) -> str:
-        before = self._texts.decode(self._ids[self._start : self._shown])
-        return self._texts.decode(self._ids[self._start :])[len(before) :]
+        """What waited, once no more comes."""
+        text, self._waiting = self._waiting, ""
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -2,46 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kakeya import Progress, StopReason
-from kakeya_gateway.bodies import Ask, Refused
-from kakeya_gateway.conversations import Conversation, Conversations, digests
-from kakeya_gateway.texts import Pieces
+from kakeya import Progress, StopReason, ToolCallError
+from kakeya.tools import TextPart, ToolCall, ToolCallPart, Tools
+from kakeya_gateway.bodies import Ask, Json, Refused
+from kakeya_gateway.conversations import Answer, Conversation, Conversations, digests
+from kakeya_gateway.texts import Stops, TextReader
 
 
 class Piece(NamedTuple):
-    """What can be shown at once. tokens: id and log-probability of each, if they were asked for."""
+    """Text that can be shown at once. tokens: id and log-probability of each, if they were asked for."""
 
     text: str
     tokens: Sequence[tuple[int, float]]
 
 
+_Read = TextPart | ToolCallPart | ToolCall
+
+
 class Turn:
     """An answer under way. Leaving its `with` ends it and lets the session go; what was generated stays in it."""
 
-    def __init__(self, ask: Ask, owner: Conversations, conversation: Conversation, digest: bytes) -> None:
-        self.ask = ask
+    def __init__(
+        self, ask: Ask, owner: Conversations, conversation: Conversation, digest: bytes, tools: Tools | None
+    ) -> None:
         self.owner = owner
         self.start = len(conversation.ids)
         self.name = f"{conversation.name}{self.start:08x}"  # of this answer, among all of its key
         self.text = ""
         self.tokens: list[tuple[int, float]] = []
+        self.calls: list[ToolCall] = []
         self.cached_tokens = 0
         self.is_cut = False  # by a limit of length
+        self._ask = ask
         self._conversation = conversation
         self._digest = digest
-        self._pieces = Pieces(owner.texts, ask.stops)
+        self._reader = TextReader(owner.texts.decode) if tools is None else tools.parser()
+        self._stops = Stops(ask.stops)
+        self._ends = frozenset(owner.info.eos_token_ids) if tools is None else frozenset[int]()
         most = owner.info.max_generate_tokens
         if (limit := conversation.session.limit_tokens) is not None:
             most = max(1, min(most, limit - self.start))
+        options = dict(ask.options)
+        if tools is not None and options["constraint"] is None:
+            options["constraint"] = tools.constraint(ask.choice, parallel=ask.is_parallel)
         self._stream = conversation.session.generate(
             most if ask.max_tokens is None else ask.max_tokens,
             on_progress=self._progressed,
             expected_history_length=self.start,
-            **ask.options,
+            **options,
         )
 
     @classmethod
@@ -52,12 +65,15 @@ class Turn:
             raise Refused(said, param="model", status=404, code="model_not_found")
         if not ask.messages or ask.messages[-1]["role"] == "assistant":
             raise Refused("must end with one that is not the assistant's, to be answered", param="messages")
-        ids, digest = await owner.ids_of(ask.messages, ask.after)
+        tools = await owner.texts.tools(ask.tools)
+        if tools is not None and ask.choice != "none" and ask.options["constraint"] is not None:
+            raise Refused("may be called, so the output cannot be held to a format", param="tools")
+        ids, digest = await owner.ids_of(ask, tools)
         conversation = await owner.open(ids, digest)
         try:
-            return cls(ask, owner, conversation, digest)
+            return cls(ask, owner, conversation, digest, tools)
         except BaseException:
-            conversation.end((), None, is_whole=True, is_kept=False)
+            conversation.end((), is_whole=True)
             raise
 
     @property
@@ -67,31 +83,65 @@ class Turn:
     @property
     def stop(self) -> str | None:
         """The stop string that ended it."""
-        return self._pieces.stop
+        return self._stops.found
 
-    async def pieces(self) -> AsyncIterator[Piece]:
+    @property
+    def message(self) -> Json:
+        """What was said, as a message."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in self.calls
+        ]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+    async def pieces(self) -> AsyncIterator[Piece | ToolCallPart]:
         """Raises the SDK's errors."""
         async for token in self._stream.details():
-            is_end = token.token_id in self.owner.info.eos_token_ids
-            shown = "" if is_end else self._pieces.push(token.token_id)
+            is_end = token.token_id in self._ends
+            parts = () if is_end else self._reader.feed([token.token_id])
             tokens = () if token.logprob is None or is_end else ((token.token_id, token.logprob),)
-            if shown or tokens:
-                yield self._shown(shown, tokens)
+            for piece in self._read(parts, tokens):
+                yield piece
             if self.stop is not None:
                 return
         result = await self._stream.result()
         self.is_cut = result.stop_reason in (StopReason.MAX_TOKENS, StopReason.TRUNCATED)
-        if rest := self._pieces.end():
-            yield self._shown(rest, ())
+        with suppress(ToolCallError):  # the answer was cut within a call
+            for piece in self._read(self._reader.finish(), ()):
+                yield piece
+        if rest := self._stops.end():
+            self.text += rest
+            yield Piece(rest, ())
 
-    def keep(self, reply: dict[str, object]) -> None:
-        if self.ask.is_kept:
-            self._conversation.replies[self.start] = reply
-
-    def _shown(self, text: str, tokens: Sequence[tuple[int, float]]) -> Piece:
+    def _read(self, parts: Iterable[_Read], tokens: Sequence[tuple[int, float]]) -> Iterable[Piece | ToolCallPart]:
+        text = ""
+        for part in parts:
+            match part:
+                case TextPart():
+                    text += self._stops.push(part.text)
+                case ToolCallPart():
+                    yield part
+                case ToolCall():
+                    self.calls.append(part)
         self.text += text
         self.tokens += tokens
-        return Piece(text, tokens)
+        if text or tokens:
+            yield Piece(text, tokens)
+
+    def keep(self, reply: Json) -> None:
+        """After the end: what was replied is there by its name from now on, if that was asked for."""
+        if self._ask.is_kept and self._is_whole:
+            end = self.start + self.output_tokens
+            answer = Answer(end=end, digest=self._answered, message=self.message, reply=reply)
+            self._conversation.keep(self.start, answer)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._stream.is_finished
+
+    @property
+    def _answered(self) -> bytes:
+        return digests(self._digest, [self.message])[-1]
 
     def _progressed(self, progress: Progress) -> None:
         self.cached_tokens = self.start - progress.total_tokens
@@ -101,6 +151,6 @@ class Turn:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stream.cancel()
-        is_whole = self._stream.is_finished
-        digest = digests(self._digest, [{"role": "assistant", "content": self.text}])[-1] if is_whole else None
-        self._conversation.end(self._stream.token_ids, digest, is_whole=is_whole, is_kept=self.ask.is_kept)
+        place = self._conversation.end(self._stream.token_ids, is_whole=self._is_whole)
+        if self._is_whole:
+            self._conversation.said[self._answered] = place

@@ -32,6 +32,11 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_connection(parser, target="127.0.0.1:50051", names=("--target", "--server"), has_key=False)
     parser.add_argument("--tokenizer", metavar="MODEL", help="a model's name or folder (default: the server's model)")
+    parser.add_argument(
+        "--tool-format",
+        choices=("hermes", "llama", "code_block"),
+        help="of tool calls, if the template has none",
+    )
     parser.add_argument("--cache-dir", metavar="DIR", help="where downloaded models are")
     port = parser.add_argument_group("the gateway's own port")
     port.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if not address.is_loopback:
         _refuse_open_doors(address, args, has_keys=info is None)
     with process.progress().status("getting ready"):
-        texts = Texts(_tokenizer(args, info))
+        texts = Texts(_tokenizer(args, info), tool_format=args.tool_format)
 
     def client(key: str) -> AsyncClient:
         return connect_async(args, args.target, api_key=key or None)

@@ -49,6 +49,7 @@ EXPERIMENTS = {
     "gpu-products": Experiment("laboratory.bench.gpu_products", "products of few tokens beside torch's, on a GPU"),
     "gpu-steps": Experiment("laboratory.bench.gpu_steps", "steps and prefills of real shapes beside a compiled step"),
     "gpu-weights": Experiment("laboratory.bench.gpu_weights", "steps with weights in bfloat16, fp8 and int4, on a GPU"),
+    "gateway": Experiment("laboratory.bench.gateway", "one conversation over other APIs, beside a stateless server"),
     "growth": Experiment("laboratory.bench.growth", "memory granted as histories grow, beside memory reserved"),
     "hibernation": Experiment("laboratory.bench.hibernation", "a first token from a session's file, beside a prefill"),
     "host": Experiment("laboratory.bench.host", "what a decode step takes on the host beside its native call"),

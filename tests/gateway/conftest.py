@@ -23,10 +23,13 @@ from tests.tiny_native import served_engine
 
 
 @contextmanager
-def gateway_for(target: str, **settings: Any) -> Iterator[str]:
+def gateway_for(
+    target: str, *, tokenizer: Any = None, tool_format: str | None = None, **settings: Any
+) -> Iterator[str]:
     """Yields its base URL, without the API's path."""
+    texts = Texts(tokenizer or tiny_tokenizer(), tool_format=tool_format)
     given = {"name": "gateway", "most": 8, "idle_seconds": 60.0, **settings}
-    gateway = Gateway(lambda key: AsyncClient(target, api_key=key or None), Texts(tiny_tokenizer()), **given)
+    gateway = Gateway(lambda key: AsyncClient(target, api_key=key or None), texts, **given)
     app = create_app(gateway, is_own_host=names_this_machine)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=5))

@@ -136,10 +136,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "Hi"}]}, "messages"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
     (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (MESSAGES, {"max_tokens": None}, "max_tokens"),
     (RESPONSES, {"background": True}, "background"),
-    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type"),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0]"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_unknown"}]}, "input[0].id"),
 ]
 
