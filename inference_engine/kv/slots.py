@@ -118,7 +118,10 @@ class LayerSlots:
         self.put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
     def write_unrotated(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
-        """`write_entries` of float32 entries whose keys are not rotated yet."""
+        """`write_entries` of float32 entries whose keys are not rotated yet, but where the value lies in them."""
+        if self.layer_set.entry.value_in_key:
+            self.write_entries(positions, keys, values)
+            return
         numbers, coder = Identity(), self.context.coder
         has_copies = len(positions) > 0 and positions[0] < self.layout.spare
         if has_copies or not len(positions) or not coder.codes(numbers, self.head_dim):

@@ -284,19 +284,23 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
     special = {layer for layers, layout in plan.resident if layout.mechanisms for layer in layers.layers}
-    special |= {layer for layers, _ in plan.archived for layer in layers.layers}
+    archived = {layer for layers, _ in plan.archived for layer in layers.layers}
+    special |= {layer for layer in archived if not plan.restorer.takes(geometry.layers[layer].entry)}
+    special |= {layer for layers, pair in plan.archived if pair.active.mechanisms for layer in layers.layers}
     if hit := sorted(special & uneven):
         entry = geometry.layers[hit[0]].entry
+        coded = "a codec or without" if entry.value_in_key else "no codec"
         raise InvalidArgument(
             "strategy",
-            f"{strategy} codes or chooses entries, for which keys and values have to be of one size, side by side. "
-            f"Layer {hit[0]} has a key of {entry.key} numbers and a value of {entry.value}"
-            f"{' inside it' if entry.value_in_key else ''}. full without a codec and sink_window can be used",
+            f"{strategy} codes or chooses entries in a way for which keys and values have to be of one size, side by "
+            f"side. Layer {hit[0]} has a key of {entry.key} numbers and a value of {entry.value}"
+            f"{' inside it' if entry.value_in_key else ''}. full and sink_window with {coded} can be used, and "
+            "restored with source recompute",
             layer=hit[0],
         )
     moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
-        moved |= {layer for layers, _ in plan.archived for layer in layers.layers}
+        moved |= {layer for layer in archived if not geometry.layers[layer].value_in_key}
     if hit := [number for number, read in enumerate(geometry.reads) if read in moved & fixed]:
         raise InvalidArgument(
             "strategy",

@@ -147,19 +147,24 @@ def test_a_token_takes_one_vector_a_layer_and_the_bound_says_so(served: Served) 
 def test_sessions_stay_within_their_bounds_and_other_strategies_are_refused_by_name(served: Served) -> None:
     _, forward = served["deepseek_v3"]
     with Engine(forward, EngineConfig(**SMALL)) as engine:
-        for strategy in ("sink_window:sink=2,window=20", "layer_window:sink=2,window=8,full_layers=1"):
+        for strategy in (
+            "sink_window:sink=2,window=20",
+            "sink_window:sink=2,window=40,codec=int8,exact_window=20",
+            "layer_window:sink=2,window=8,full_layers=1",
+            "full:codec=int4,exact_window=20",
+            "restored:sink=2,window=20",
+        ):
             session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
             engine.append(session, text(150))
             assert len(ids_of(engine, session)) == COUNT, strategy
             info = engine.session_info(session)
             assert 0 < info.kv_live_bytes <= info.bound.peak_bytes, strategy
         for strategy in (
-            "full:codec=int8",
             "gather",
             "tiered:block=4,sink=0,window=20,budget=400,resident_tokens=20",
-            "restored:window=16",
+            "restored:window=16,source=latent,bytes_per_token=64",
         ):
-            with pytest.raises(InvalidArgument, match=r"Layer 0.*key of 40 numbers.*full without a codec"):
+            with pytest.raises(InvalidArgument, match=r"Layer 0.*key of 40 numbers.*with a codec or without"):
                 engine.create_session(strategy=parse_strategy(strategy))
 
 

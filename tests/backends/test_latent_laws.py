@@ -14,6 +14,7 @@ from transformers import DeepseekV3ForCausalLM
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
+from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
@@ -51,6 +52,9 @@ STRATEGIES: list[KVStrategy] = [
     Full(),
     SinkWindow(sink=4, window=16),
     LayerWindow(sink=3, window=16, full_layers=(1,)),
+    Full(codec="int8", exact_window=16),
+    SinkWindow(sink=2, window=44, codec="int4", exact_window=9),
+    Restored(sink=4, window=16),
 ]
 # Of a law's own parameters. windowed: the model has no layer with a window, so forks of `full` read in place.
 GIVEN: dict[str, Any] = {"windowed": False, "guaranteed": True, "growth": "best_effort", "places": "113 55"}

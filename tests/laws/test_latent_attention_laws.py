@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,11 +18,15 @@ from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
+from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.kv.parts.restored_entries import RestoredEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.kv.strategies.codec_options import EXACT_SINK
 from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.restored import Restored
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from tests.laws import test_session_kv_laws as laws
@@ -62,9 +67,9 @@ def context(operations: str = "views") -> KVContext:
     return replace(laws.context(layers=LAYERS), ops=OPERATIONS[operations])
 
 
-def entries_of(length: int = LENGTH) -> laws.Entries:
-    found = laws.Entries(length, layers=LAYERS)
-    for index, layer in enumerate(LAYERS):
+def entries_of(length: int = LENGTH, layers: tuple[LayerGeometry, ...] = LAYERS) -> laws.Entries:
+    found = laws.Entries(length, layers=layers)
+    for index, layer in enumerate(layers):
         found.v[index] = (found.k if layer.value_in_key else found.v)[index][..., : layer.value_dim]
     return found
 
@@ -146,13 +151,44 @@ def test_a_session_that_was_saved_goes_on_elsewhere(strategy: KVStrategy) -> Non
         torch.testing.assert_close(out, whole, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["full:codec=int8", "gather", "tiered", "restored"])
-def test_what_codes_or_chooses_entries_is_refused_by_name(spec: str) -> None:
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("gather", "Layer 0 has a key of 80 numbers and a value of 64 inside it. .* with a codec or without"),
+        ("tiered", "Layer 0 has a key of 80 numbers and a value of 64 inside it"),
+        # Entries of two sizes, side by side, have no codec; the others do.
+        ("full:codec=int8", "Layer 1 has a key of 24 numbers and a value of 16. .* with no codec"),
+    ],
+)
+def test_what_codes_or_chooses_entries_is_refused_by_name(spec: str, said: str) -> None:
     geometry = context().geometry
-    with pytest.raises(InvalidArgument, match=r"Layer 0.*key of 80 numbers.*value of 64"):
+    with pytest.raises(InvalidArgument, match=said):
         check_strategy(parse_strategy(spec), geometry)
-    for strategy in STRATEGIES:
+    for strategy in (*STRATEGIES, Restored(sink=2, window=8)):
         check_strategy(strategy, geometry)
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_a_codec_codes_the_compressed_numbers_and_keeps_the_rotated_ones_to_the_bit(codec: str) -> None:
+    """Bytes as well: codes of one vector of the compressed numbers, and the others as they lie."""
+    window, length = 24, 118
+    strategy = Full(codec=codec, exact_window=window)
+    ctx, entries = laws.context(layers=(LATENT,)), entries_of(layers=(LATENT,))
+    kv = laws.active(strategy, ctx)
+    laws.feed(kv, entries, length)
+    kv.idle()
+    archive = kv.footprint().by_kind["archive"]
+    assert kv.wake(laws.LIMIT)
+    (part,) = [part for part in kv.parts if isinstance(part, RestoredEntries)]
+    coded = range(EXACT_SINK, length - length % laws.SEGMENT - window)
+    keys, values = part.regions[0].read_entries(np.array(coded))
+    assert torch.equal(keys[0, ..., RANK:], laws.turn(entries.k[0], torch.arange(LENGTH))[0, coded, None, RANK:])
+    assert torch.equal(keys[..., :RANK], values)
+    error = (values[0, :, 0] - entries.v[0][0, coded]).norm(dim=-1) / entries.v[0][0, coded].norm(dim=-1)
+    assert 1e-4 < float(error.max()) < {"int8": 0.01, "int4": 0.12}[codec]
+    page = ctx.geometry.page_tokens
+    vector = make_compressor(codec).vector_bytes(RANK) + 4 * ROTATED
+    assert archive == 4 * RANK + -(-len(coded) // page) * page * vector
 
 
 def test_a_rejected_draft_leaves_no_byte() -> None:

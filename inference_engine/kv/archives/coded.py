@@ -2,6 +2,9 @@
 
     run of a layer   means [K and V, Hkv, D] | codes [K and V][capacity, Hkv, vector bytes]
 
+Where the value lies in the key (latent attention), coded is the value, and the key's other numbers are kept as they
+are, rotated: they are few, all heads read them, and nothing has to be unrotated.
+
 Coded are the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant part per
 channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at equal
 bytes). The means are those of the session's own first entries: they need no calibration, are a function of the
@@ -25,7 +28,7 @@ from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import CodedPlaces, KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
@@ -40,9 +43,12 @@ class Coded(Restorer):
     entries: type[ArchivedPart]
     compressor: KVCompressor
 
+    def takes(self, entry: EntryShape) -> bool:
+        return entry.is_even or entry.value_in_key
+
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         for index in layers:
-            self.compressor.check(geometry.layers[index].head_dim)
+            self.compressor.check(geometry.layers[index].value_dim)
 
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         return tuple(demand for group in kept for demand in [self._demand(geometry, group)] * len(group.layers.layers))
@@ -53,11 +59,59 @@ class Coded(Restorer):
         return None if starts is None else _CodedArchive(self.compressor, context, kept, demands, starts)
 
     def _demand(self, geometry: Geometry, group: KeptLayers) -> Demand:
-        """One layer's codes, and its means, as large as one entry."""
+        """One layer's codes, and the means of what is coded."""
         if not group.capacity:
             return Demand(width=1, elements=0)
-        means = group.layers.kv_heads * group.layers.entry.width * geometry.itemsize
-        return Demand.of_bytes(geometry, means + 2 * _code_bytes(self.compressor, group))
+        halves = _halves(self.compressor, group.layers.entry, geometry.itemsize)
+        means = group.layers.kv_heads * sum(half.mean_width for half in halves) * geometry.itemsize
+        return Demand.of_bytes(geometry, means + sum(half.bytes_of(group) for half in halves))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Half:
+    """What an archive keeps of an entry's key, or of its value: `width` numbers of a head, from `first` on.
+
+    compressor: None keeps the numbers as they lie in the pool, of `itemsize` bytes each.
+    """
+
+    first: int
+    width: int
+    compressor: KVCompressor | None
+    itemsize: int
+
+    def of(self, states: Tensor) -> Tensor:
+        return states[..., self.first : self.first + self.width]
+
+    @property
+    def mean_width(self) -> int:
+        return 0 if self.compressor is None else self.width
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.width * self.itemsize if self.compressor is None else self.compressor.vector_bytes(self.width)
+
+    def bytes_of(self, group: KeptLayers) -> int:
+        """Of a layer's codes, in memory."""
+        own = group.capacity * group.layers.kv_heads * self.vector_bytes
+        return -(-own // _ALIGNED) * _ALIGNED
+
+    def encode(self, dtype: torch.dtype, vectors: Tensor) -> Tensor:
+        if self.compressor is None:
+            return vectors.to(dtype).contiguous().view(torch.uint8)
+        return self.compressor.encode(vectors)
+
+    def decode(self, dtype: torch.dtype, codes: Tensor) -> Tensor:
+        if self.compressor is None:
+            return codes.contiguous().view(dtype).float()
+        return self.compressor.decode(codes, self.width)
+
+
+def _halves(compressor: KVCompressor, entry: EntryShape, itemsize: int) -> tuple[_Half, _Half]:
+    """Of the key, and of the value."""
+    value = _Half(first=0, width=entry.value, compressor=compressor, itemsize=itemsize)
+    if entry.value_in_key:
+        return _Half(first=entry.value, width=entry.key - entry.value, compressor=None, itemsize=itemsize), value
+    return _Half(first=0, width=entry.key, compressor=compressor, itemsize=itemsize), value
 
 
 class _CodedArchive(Archive):
@@ -76,7 +130,9 @@ class _CodedArchive(Archive):
         self._kept = kept
         self._finite = FiniteCheck()
         # Does the device code entries that are in regions?
-        self._has_coder = all(context.coder.codes(compressor, group.layers.head_dim) for group in kept)
+        self._has_coder = all(
+            group.layers.entry.is_even and context.coder.codes(compressor, group.layers.head_dim) for group in kept
+        )
         ends = np.cumsum([len(group.layers.layers) for group in kept])
         self._groups = [
             _CodedGroup(compressor, context, group, starts[end - len(group.layers.layers) : end])
@@ -146,53 +202,62 @@ class _CodedGroup:
         self._compressor = compressor
         self._context = context
         self._kept = kept
-        heads, dim, itemsize = kept.layers.kv_heads, kept.layers.head_dim, context.geometry.itemsize
-        self._vector_bytes = compressor.vector_bytes(dim)
-        self._mean_bytes = 2 * heads * dim * itemsize * len(starts)
+        heads, itemsize = kept.layers.kv_heads, context.geometry.itemsize
+        self._halves = _halves(compressor, kept.layers.entry, itemsize)
+        self._mean_bytes = sum(half.mean_width for half in self._halves) * heads * itemsize * len(starts)
         runs = tuple(evenly_apart(starts)) if kept.capacity else ()
-        # Of keys and of values: views of the pool, for some layers at a time.
-        memory, apart_codes = context.pool.memory, _code_bytes(compressor, kept)
-        self._means = [
-            [
-                (layers, _spaced(memory, starts[layers.start] + index * heads * dim, layers, apart, (heads, dim)))
-                for layers, apart in runs
-            ]
-            for index in range(2)
-        ]
-        shape = (kept.capacity, heads, self._vector_bytes)
-        self._codes = [
-            [
-                (
-                    layers,
-                    _spaced(
-                        memory.view(torch.uint8),
-                        (starts[layers.start] + 2 * heads * dim) * itemsize + index * apart_codes,
+        memory = context.pool.memory
+        # Of keys and of values: views of the pool, for some layers at a time. Without a mean the tensors are empty.
+        self._means: list[list[tuple[slice, Tensor]]] = []
+        self._codes: list[list[tuple[slice, Tensor]]] = []
+        first = 0
+        for half in self._halves:
+            shape: tuple[int, ...] = (heads, half.mean_width)
+            self._means.append(
+                [
+                    (layers, _spaced(memory, starts[layers.start] + first, layers, apart, shape))
+                    for layers, apart in runs
+                ]
+            )
+            first += math.prod(shape)
+        first *= itemsize
+        for half in self._halves:
+            shape = (kept.capacity, heads, half.vector_bytes)
+            self._codes.append(
+                [
+                    (
                         layers,
-                        apart * itemsize,
-                        shape,
-                    ),
-                )
-                for layers, apart in runs
-            ]
-            for index in range(2)
-        ]
+                        _spaced(
+                            memory.view(torch.uint8),
+                            starts[layers.start] * itemsize + first,
+                            layers,
+                            apart * itemsize,
+                            shape,
+                        ),
+                    )
+                    for layers, apart in runs
+                ]
+            )
+            first += half.bytes_of(kept)
 
     def begin(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
-        for means, entries in zip(self._means, (block.keys, block.values), strict=True):
-            mean = entries.mean(dim=1)
-            for layers, place in means:
-                place.copy_(as_kept(mean[layers], place.dtype))
+        for half, means, entries in zip(self._halves, self._means, (block.keys, block.values), strict=True):
+            if half.mean_width:
+                mean = half.of(entries).mean(dim=1)
+                for layers, place in means:
+                    place.copy_(as_kept(mean[layers], place.dtype))
 
     def keep(self, block: EntryBlock) -> None:
         if not len(block.positions):
             return
         entries = [
-            (states - self._mean(index)).transpose(0, 1) for index, states in enumerate((block.keys, block.values))
+            (half.of(states) - self._mean(index)).transpose(0, 1)
+            for index, (half, states) in enumerate(zip(self._halves, (block.keys, block.values), strict=True))
         ]
-        name = ("codes", self._compressor)
-        codes = self._context.compute(name, partial(_encode, self._compressor), entries)
+        name, dtype = ("codes", self._halves), self._context.pool.memory.dtype
+        codes = self._context.compute(name, partial(_encode, self._halves, dtype), entries)
         for places, fresh in zip(self._codes, codes, strict=True):
             self._put(places, block.positions, fresh)
 
@@ -205,16 +270,18 @@ class _CodedGroup:
             first += end - begin
 
     def restore(self, positions: Positions) -> EntryBlock:
-        layers, dim = self._kept.layers, self._kept.layers.head_dim
+        layers, entry = self._kept.layers, self._kept.layers.entry
         if not len(positions):
             device = self._context.device if self._kept.capacity else torch.device("cpu")
-            nothing = torch.zeros((len(layers.layers), 0, layers.kv_heads, dim), device=device)
-            return EntryBlock(positions, nothing, nothing)
-        name = ("vectors of codes", self._compressor, dim)
-        codes = [self._codes_of(places, positions) for places in self._codes]
-        entries = self._context.compute(name, partial(_decode, self._compressor, dim), codes)
+            shape = (len(layers.layers), 0, layers.kv_heads)
+            return EntryBlock(
+                positions, *(torch.zeros((*shape, each), device=device) for each in (entry.key, entry.value))
+            )
+        name, dtype = ("vectors of codes", self._halves), self._context.pool.memory.dtype
+        codes = [self._codes_of(index, positions) for index in range(2)]
+        entries = self._context.compute(name, partial(_decode, self._halves, dtype), codes)
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))
-        return EntryBlock(positions, keys, values)
+        return EntryBlock(positions, torch.cat((values, keys), dim=-1) if entry.value_in_key else keys, values)
 
     def compress(self, slots: LayerSlots, positions: Positions) -> bool:
         """Code entries that are in regions. False if one is not finite: then the codes mean nothing."""
@@ -243,10 +310,10 @@ class _CodedGroup:
                 rotary=self._kept.layers.rotary,
             )
 
-    def _codes_of(self, places: Sequence[tuple[slice, Tensor]], positions: Positions) -> Tensor:
-        """[n, L, Hkv, vector bytes]"""
-        layers = self._kept.layers
-        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, self._vector_bytes))
+    def _codes_of(self, index: int, positions: Positions) -> Tensor:
+        """[n, L, Hkv, vector bytes] of the keys (0), or of the values (1)."""
+        layers, places, width = self._kept.layers, self._codes[index], self._halves[index].vector_bytes
+        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, width))
         first = 0
         for begin, end in neighbours(self._kept.slots(positions)):
             for own, place in places:
@@ -258,7 +325,7 @@ class _CodedGroup:
         """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, vector bytes] of both."""
         if len(positions):
             yield tuple(torch.cat([place for _, place in means]) for means in self._means)
-            yield tuple(self._codes_of(places, positions) for places in self._codes)
+            yield tuple(self._codes_of(index, positions) for index in range(2))
 
     def load(self, positions: Positions, saved: Iterator[tuple[Tensor, ...]]) -> None:
         if not len(positions):
@@ -275,18 +342,14 @@ class _CodedGroup:
         page = self._context.geometry.page_tokens
         entries = min(self._kept.capacity, -(-count // page) * page)
         heads, layers = self._kept.layers.kv_heads, len(self._kept.layers.layers)
-        return self._mean_bytes + 2 * entries * heads * self._vector_bytes * layers
+        return self._mean_bytes + entries * heads * sum(half.vector_bytes for half in self._halves) * layers
 
-    def _mean(self, index: int) -> Tensor:
-        """[layers, 1, Hkv, D] float32."""
+    def _mean(self, index: int) -> Tensor | float:
+        """[layers, 1, Hkv, D] float32; 0 of what is kept as it is."""
+        if not self._halves[index].mean_width:
+            return 0.0
         means = [place for _, place in self._means[index]]
         return (means[0] if len(means) == 1 else torch.cat(means)).float()[:, None]
-
-
-def _code_bytes(compressor: KVCompressor, group: KeptLayers) -> int:
-    """Of the codes of a layer's keys, or of its values, in memory."""
-    own = group.capacity * group.layers.kv_heads * compressor.vector_bytes(group.layers.head_dim)
-    return -(-own // _ALIGNED) * _ALIGNED
 
 
 def _spaced(memory: Tensor, first: int, layers: slice, apart: int, shape: tuple[int, ...]) -> Tensor:
@@ -299,9 +362,9 @@ def _spaced(memory: Tensor, first: int, layers: slice, apart: int, shape: tuple[
 # These functions hold nothing of a session, because recordings of them outlive it.
 
 
-def _encode(compressor: KVCompressor, entries: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [compressor.encode(part) for part in entries]
+def _encode(halves: Sequence[_Half], dtype: torch.dtype, entries: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [half.encode(dtype, part) for half, part in zip(halves, entries, strict=True)]
 
 
-def _decode(compressor: KVCompressor, head_dim: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [compressor.decode(part, head_dim) for part in codes]
+def _decode(halves: Sequence[_Half], dtype: torch.dtype, codes: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [half.decode(dtype, part) for half, part in zip(halves, codes, strict=True)]

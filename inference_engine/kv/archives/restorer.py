@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from inference_engine.kv.context import ArchivedCodes, KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Need, Part
@@ -28,7 +28,10 @@ Pair = tuple[Tensor, Tensor]  # keys and values
 
 @dataclass(frozen=True, slots=True)
 class EntryBlock:
-    """Entries of one set of layers: keys and values [layers, n, Hkv, D], float32, keys unrotated."""
+    """Entries of one set of layers: keys and values [layers, n, Hkv, D], float32.
+
+    Keys are unrotated; those in which the value lies are as they are, rotated.
+    """
 
     positions: Positions
     keys: Tensor
@@ -38,7 +41,8 @@ class EntryBlock:
     def of(slots: LayerSlots, positions: Positions) -> EntryBlock:
         """Entries in regions."""
         keys, values = slots.read_entries(positions)
-        return EntryBlock(positions, slots.moved(keys.float(), -positions), values.float())
+        keys = keys.float() if slots.layer_set.entry.value_in_key else slots.moved(keys.float(), -positions)
+        return EntryBlock(positions, keys, values.float())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,6 +272,10 @@ class Restorer(ABC):
         """The memory of those that stay restored, layer by layer; none on a device that holds none."""
         return restore_cache_demands(geometry, kept, self.held(geometry)) if geometry.holds_restored else ()
 
+    def takes(self, entry: EntryShape) -> bool:
+        """Can entries of this shape be archived?"""
+        return entry.is_even
+
     @abstractmethod
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         """Raise InvalidArgument if entries of these layers cannot be archived by this method."""
@@ -306,6 +314,9 @@ class Recompute(Restorer):
     replays: ClassVar[bool] = True
 
     entries: type[ArchivedPart]
+
+    def takes(self, entry: EntryShape) -> bool:
+        return True
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         pass
