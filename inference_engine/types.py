@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_SEQUENCES = 64
 MAX_STOP_SEQUENCE_IDS = 1024  # of all sequences together
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 MAX_CONSTRAINT_BYTES = 2**18
 MAX_CHOICES = 1024
@@ -194,6 +195,7 @@ class GenerateParams:
     sampling: Sampling = field(default_factory=Sampling)
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0  # of so many of the likeliest tokens at each place, too
     expected_history_length: int | None = None
     drafting: bool = True  # may a drafter be used? It changes the speed, never a token
     constraint: Constraint | None = None
@@ -201,6 +203,12 @@ class GenerateParams:
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 0, "max_tokens", f"must be ≥ 0, got {self.max_tokens}")
+        _require(
+            0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+            "top_logprobs",
+            f"must be from 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}",
+        )
+        _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs, too; set both")
         _require(
             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
             "stop_token_ids",
@@ -218,6 +226,10 @@ class GenerateParams:
             "stop_sequences",
             f"at most {MAX_STOP_SEQUENCE_IDS} ids in all of them together, got {ids}",
         )
+
+
+# Token ids and natural log-probabilities under the raw logits, the likeliest first; of equals the lower id.
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 # What a Generate reports, in order: Accepted, Progress*, Truncated?, TokenCommitted*, then Finished or Failed.
@@ -248,11 +260,15 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class TokenCommitted:
-    """A token. It is in the history and its journal before this event is emitted."""
+    """A token. It is in the history and its journal before this event is emitted.
+
+    top_logprobs: the likeliest tokens in its place and their log-probabilities, if they were asked for.
+    """
 
     token_id: int
     position: int
     logprob: float | None = None
+    top_logprobs: TopLogprobs = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

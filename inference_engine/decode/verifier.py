@@ -49,6 +49,7 @@ class Block:
     drafted: int = 0
     sampler: Sampler | None = None
     needs_logprob: bool = False
+    top_logprobs: int = 0
     wanted_logits: int = 0
     needs_taps: bool = False
 
@@ -92,6 +93,7 @@ class Block:
             position=position - self.drafted,
             drafted=self.draft_tokens if self.drafted else (),
             needs_logprob=self.needs_logprob,
+            top_logprobs=self.top_logprobs,
         )
 
 

@@ -123,6 +123,10 @@ class Arguments:
             raise InvalidArgument(
                 "max_tokens", f"at most {self._config.max_generate_tokens} on this server, got {params.max_tokens}"
             )
+        if params.top_logprobs > self._vocab_size:
+            raise InvalidArgument(
+                "top_logprobs", f"at most {self._vocab_size}, the ids of the vocabulary, got {params.top_logprobs}"
+            )
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("stop_sequences", list(itertools.chain(*params.stop_sequences)))
         self.check_ids("logit_bias", list(params.sampling.logit_bias))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, overload
 
@@ -29,7 +29,7 @@ from torch.nn import functional
 from inference_engine.kernels.cpu_sampling import MOST, Weigh, drawn_from_few, only
 from inference_engine.kernels.gumbel_noise import FACTORS, GOLDEN, SHIFTS, NoiseOfAll, key, noise_of_all
 from inference_engine.kernels.transfer import on_device
-from inference_engine.types import Sampling
+from inference_engine.types import Sampling, TopLogprobs
 
 # Of one float64 array over the vocabulary, for as many rows of logits as fit, and at least one. Four of that size are
 # there at once on a CPU, whatever the sampling; where a GPU sorts, more. A GPU needs few operations: 85 rows of 49,152
@@ -171,7 +171,8 @@ class Draw:
     """Samples to draw from consecutive rows of a step's logits, each as if every draft token before it were right.
 
     indices: of those rows, in the logits that were computed. position: of the token that the first row gives.
-    drafted: the draft tokens, one fewer than the indices.
+    drafted: the draft tokens, one fewer than the indices. top_logprobs: of how many of the likeliest tokens the
+    log-probabilities are wanted, too; 0 without needs_logprob.
     """
 
     indices: range
@@ -179,6 +180,7 @@ class Draw:
     position: int
     drafted: Sequence[int] = ()
     needs_logprob: bool = False
+    top_logprobs: int = 0
 
     @property
     def is_plainly_greedy(self) -> bool:
@@ -196,6 +198,7 @@ class Sample(NamedTuple):
     token_id: int
     logprob: float | None
     is_finite: bool
+    top_logprobs: TopLogprobs = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +291,7 @@ class _Plan:
         self.order = None if order == list(range(len(order))) else np.array(order, dtype=np.int64)
         self.has_one_each = self.order is None and len(self.places) == len(draws)
         self.needs_logprobs = [place.draw.needs_logprob for place in self.places]
+        self.most_top = max((each.top_logprobs for each in draws), default=0)
         self._is_plain = all(place.draw.sampler.is_plain for place in self.places)
         self._greedy = sum(place.draw.sampler.sampling.is_greedy for place in self.places)
         keyed = self.places[self._greedy :]
@@ -311,7 +315,7 @@ class _Plan:
         # A row's smallest and largest number show whether all are finite, in a pass that writes no array.
         numbers = [*logits.aminmax(dim=-1)]
         if any(self.needs_logprobs):
-            numbers.append(logprobs(logits, ids))
+            numbers += logprobs(logits, ids, self.most_top)
         # One copy for all: ids as the pairs of words that they are, then the others.
         table = _Sent(torch.cat([ids.view(torch.float32), *numbers]))
         ids = ids if self.order is None else ids.index_select(0, on_device(self.order, ids.device))
@@ -364,7 +368,7 @@ class Drawing:
 
     def __init__(self, plan: _Plan, ids: Tensor, table: Arriving) -> None:
         """table: in the order of the plan, [2 · rows] words of the ids, [rows] each the smallest and the largest logit,
-        and logprobs if any draw needs them."""
+        and what `logprobs` returns if any draw needs it."""
         self._plan = plan
         self.ids = ids
         self._table = table
@@ -388,13 +392,24 @@ class Drawing:
                 logprob if needs_logprob else None
                 for logprob, needs_logprob in zip(numbers[2].tolist(), plan.needs_logprobs, strict=True)
             ]
-        samples = list(map(Sample, ids.tolist(), found, are_finite))
+        samples = list(map(Sample, ids.tolist(), found, are_finite, self._tops(numbers[3:])))
         if plan.has_one_each:
             return [[sample] for sample in samples]
         drawn: list[list[Sample]] = [[] for _ in plan.draws]
         for place, sample in zip(plan.places, samples, strict=True):
             drawn[place.index].append(sample)
         return drawn
+
+    def _tops(self, numbers: NDArray[np.float32]) -> Iterable[TopLogprobs]:
+        """Of each row the likeliest, as many as its draw wants. numbers: [most, rows] ids, and the same of logprobs."""
+        most = self._plan.most_top
+        if not most:
+            return itertools.repeat(())
+        tops = []
+        for place, ids, values in zip(self._plan.places, numbers[:most].T, numbers[most:].T, strict=True):
+            order = np.lexsort((ids, -values))[: place.draw.top_logprobs]  # a device gives equals in any order
+            tops.append(tuple(zip(ids[order].astype(np.int64).tolist(), values[order].tolist(), strict=True)))
+        return tops
 
 
 def draw_all(
@@ -573,14 +588,23 @@ def is_ranked(sampling: Sampling, vocab: int) -> bool:
     return 0 < sampling.top_k < vocab or sampling.top_p < 1.0
 
 
-def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Natural log-probabilities [n] of `tokens` [n] under raw float32 `logits` [n, V]."""
+def logprobs(logits: Tensor, tokens: Tensor, most: int = 0) -> list[Tensor]:
+    """Natural log-probabilities [n] of `tokens` [n] under raw float32 `logits` [n, V], and `most` times [n] the ids of
+    the likeliest tokens, as float32, and `most` times their log-probabilities; of equals the lower ids, in any order.
+    """
     # Not logits - logsumexp: how that adds up depends on the number of rows.
-    parts = [
-        _aligned(logits[part]).log_softmax(dim=-1).gather(1, tokens[part, None])[:, 0]
-        for part in _parts(0, len(logits), logits)
-    ]
-    return _joined(parts)
+    vocab, found = logits.shape[-1], list[Tensor]()
+    assert not most or vocab <= 2**24, "ids are exact as float32"
+    for part in _parts(0, len(logits), logits):
+        every = _aligned(logits[part]).log_softmax(dim=-1)[:, :vocab]
+        of_part = [every.gather(1, tokens[part, None])]
+        if most:
+            counts = torch.full((len(every), 1), most, device=every.device)
+            largest = _largest(every, counts, every.topk(most, dim=-1).values)
+            values, ids = every.masked_fill(~largest, -torch.inf).topk(most, dim=-1)
+            of_part += [ids.to(torch.float32), values]
+        found.append(torch.cat(of_part, dim=-1))
+    return list(_joined(found).T)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

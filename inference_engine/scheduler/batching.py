@@ -123,6 +123,7 @@ class Batching:
             drafted=0 if draft is None else len(draft),
             sampler=request.sampler if is_last else None,
             needs_logprob=request.params.logprobs,
+            top_logprobs=request.params.top_logprobs,
             wanted_logits=wanted,
             needs_taps=self._speculation.has_taps
             and not request.session.kv.pending_replay
@@ -144,6 +145,7 @@ class Batching:
             generated=_GENERATED,
             sampler=request.sampler,
             needs_logprob=request.params.logprobs,
+            top_logprobs=request.params.top_logprobs,
             needs_taps=self._speculation.has_taps and self._speculation.needs_taps(request),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -201,7 +202,7 @@ class StepResults:
         if not request.generated:
             self._report_first(request, position, now)
         looking = request.sampler if request.sampler is not None and request.sampler.looks_back else None
-        for token_id, logprob, _ in samples:
+        for token_id, logprob, _, tops in samples:
             if request.generated:
                 self._metrics.inter_token_seconds.note(now - request.token_at)
             request.token_at = now
@@ -210,7 +211,7 @@ class StepResults:
             self._reported += 1
             if looking is not None:
                 looking.observe(token_id)
-            request.on_token(request, token_id, position, logprob)
+            request.on_token(request, token_id, position, logprob, tops)
             position += 1
         if reason := _stop_reason(request, samples[-1].token_id):
             self._endings.end(request, request.finished(reason, now))
@@ -255,4 +256,8 @@ def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence
 
 
 def _logprobs(samples: Sequence[Sample]) -> Logprobs:
-    return np.array([sample.logprob for sample in samples], dtype=np.float32)
+    """As a journal keeps them."""
+    if not samples[0].top_logprobs:
+        return np.array([sample.logprob for sample in samples], dtype=np.float32)
+    numbers = [(sample.logprob, *itertools.chain(*sample.top_logprobs)) for sample in samples]
+    return np.array(numbers, dtype=np.float32)

@@ -20,10 +20,11 @@ from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord
 from inference_engine.session.session import Session
 from inference_engine.tracing import OFF, GenerateTrace
-from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason
+from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TopLogprobs
 
 Listener = Callable[[Event], None]
-OnToken = Callable[["Request", int, int, float | None], None]  # of a request, the fields of TokenCommitted
+# Of a request, the fields of TokenCommitted.
+OnToken = Callable[["Request", int, int, float | None, TopLogprobs], None]
 OnLogits = Callable[[int, Tensor], None]
 
 

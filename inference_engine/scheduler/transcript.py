@@ -31,6 +31,7 @@ from inference_engine.types import (
     Progress,
     StopReason,
     TokenCommitted,
+    TopLogprobs,
     Truncated,
 )
 
@@ -70,8 +71,9 @@ class Transcript:
         self._request: Request | None = None  # the newest
         self._reader: TranscriptReader | None = None  # the newest
         self._tokens = 0
-        # As exact as the wire, in an eighth of what objects would take.
+        # As exact as the wire, in an eighth of what objects would take; `_width` numbers a token, as in a journal.
         self._logprobs: array[float] | None = array("f") if params.logprobs else None
+        self._width = 1 + 2 * params.top_logprobs
         self._accepted: Accepted | None = None
         self._progress: list[Progress] = []
         self._truncated: Truncated | None = None
@@ -82,7 +84,9 @@ class Transcript:
         """The Generate of a restored session, with `tokens` tokens; `complete` it with its parameters before use."""
         transcript = cls(session, _UNKNOWN, record.seed, request_id=record.request_id, digest=record.digest)
         transcript.first_position, transcript._tokens = record.position, tokens
-        transcript._logprobs = None if logprobs is None else array("f", logprobs.tobytes())
+        if logprobs is not None:
+            transcript._logprobs = array("f", logprobs.tobytes())
+            transcript._width = logprobs.size // tokens
         return transcript
 
     def complete(self, params: GenerateParams, grammar: Grammar | None = None) -> None:
@@ -214,7 +218,9 @@ class Transcript:
         if reader is not None:
             reader._notify(event)
 
-    def _receive_token(self, request: Request, token_id: int, position: int, logprob: float | None) -> None:
+    def _receive_token(
+        self, request: Request, token_id: int, position: int, logprob: float | None, tops: TopLogprobs
+    ) -> None:
         """There are thousands of tokens for each other event, so one is an object only if asked for."""
         with self._lock:
             if request is not self._request:
@@ -223,10 +229,12 @@ class Transcript:
             if self._logprobs is not None:
                 assert logprob is not None
                 self._logprobs.append(logprob)
+                for top in tops:
+                    self._logprobs.extend(top)
             reader = self._reader
         if reader is not None:
             if reader._listener is not None:
-                reader._listener(TokenCommitted(token_id, position, logprob))
+                reader._listener(TokenCommitted(token_id, position, logprob, tops))
             if reader._on_readable is not None:
                 reader._on_readable()
 
@@ -240,6 +248,10 @@ class Transcript:
                 self._truncated = event
         elif isinstance(event, (Finished, Failed)):
             self._ending = event
+
+
+def _tops(numbers: array[float]) -> TopLogprobs:
+    return tuple((int(token_id), logprob) for token_id, logprob in zip(numbers[::2], numbers[1::2], strict=True))
 
 
 def _matched(grammar: Grammar, token_ids: Sequence[int]) -> Automaton:
@@ -293,15 +305,17 @@ class TranscriptReader:
             # A fast path: other events come once, tokens thousands of times.
             events = [] if self._is_under_way else self._preamble(end, ending)
             until = min(end, self.position + AT_ONCE)
-            logprobs = transcript._logprobs
+            logprobs, width = transcript._logprobs, transcript._width
             first = transcript.first_position
-            reported = None if logprobs is None else logprobs[self.position - first : until - first]
+            reported = None if logprobs is None else logprobs[(self.position - first) * width : (until - first) * width]
         if until > self.position:
             self._is_under_way = self._has_greeted
             for index, token_id in enumerate(self._ids(until).tolist()):
-                events.append(
-                    TokenCommitted(token_id, self.position + index, None if reported is None else reported[index])
-                )
+                logprob, tops = None, TopLogprobs()
+                if reported is not None:
+                    logprob = reported[index * width]
+                    tops = _tops(reported[index * width + 1 : (index + 1) * width]) if width > 1 else ()
+                events.append(TokenCommitted(token_id, self.position + index, logprob, tops))
             self.position = until
         if ending is not None and until == end:
             self._is_over = True

@@ -209,6 +209,7 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         stop_token_ids=tuple(request.stop_token_ids),
         stop_sequences=tuple(tuple(each.token_ids) for each in request.stop_sequences),
         logprobs=request.logprobs,
+        top_logprobs=request.top_logprobs,
         expected_history_length=optional(request, "expected_history_length"),
         drafting=request.drafting if request.HasField("drafting") else True,
         constraint=_constraint_from_wire(request.constraint) if request.HasField("constraint") else None,
@@ -265,6 +266,10 @@ def framer_for(request: pb.GenerateRequest) -> Framer:
             if not show_details:
                 return pb.GenerateResponse(token_id=event.token_id)
             detail = pb.TokenDetail(token_id=event.token_id, position=event.position, logprob=event.logprob)
+            if event.top_logprobs:
+                ids, values = zip(*event.top_logprobs, strict=True)
+                detail.top_token_ids.extend(ids)
+                detail.top_logprobs.extend(values)
             return pb.GenerateResponse(token=detail)
         if isinstance(event, Finished):
             return pb.GenerateResponse(done=_done_to_wire(event))

@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from inference_engine.session.history import History, Holdings, Leaves, TokenIds
 from inference_engine.types import Durability, Mark
 
+# [tokens]; or [tokens, 1 + 2 k], where a Generate's tokens have the k likeliest ones beside them: the token's own, and
+# ids and log-probabilities of the others by turns.
 Logprobs = NDArray[np.float32]
 APPENDED = "appended"  # the kind of replies to appends; those of the other kinds are few
 

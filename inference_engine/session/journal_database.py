@@ -18,7 +18,7 @@ from inference_engine.types import Durability
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 PAGE_BYTES = 4096
 LOG_PAGES = 1000  # before a checkpoint
 LOG_BYTES = LOG_PAGES * PAGE_BYTES

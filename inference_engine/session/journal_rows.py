@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import apsw
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal import (
     APPENDED,
     CopyRecord,
     GenerateRecord,
+    Logprobs,
     ReplyRecord,
     SessionRecord,
     TokensRecord,
@@ -38,7 +40,7 @@ _GENERATE = struct.Struct(f"<QB{REQUEST_ID_BYTES}s{DIGEST_BYTES}sQ")  # of a pac
 _ENTRY, _OF_ENTRY = struct.Struct("<IB"), struct.Struct("<QQ")
 _BEGAN = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}sQ")
 _ANSWER = struct.Struct(f"<{REQUEST_ID_BYTES}s{DIGEST_BYTES}s")
-_MARKS, _HAS_LOGPROBS, _BEGINS, _IS_NAMED, _ANSWERS, _IS_ONE = 1, 2, 4, 8, 16, 32
+_MARKS, _HAS_LOGPROBS, _BEGINS, _IS_NAMED, _ANSWERS, _IS_ONE, _IS_WIDE = 1, 2, 4, 8, 16, 32, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class PackedRow:
 class Entry(NamedTuple):
     """An entry of the tail: tokens of a session, with the Generate that they are the first of, or an append's answer.
 
-    logprobs: of each token, as bytes. answer: a packed reply.
+    logprobs: of each token, as bytes; as many numbers of each. answer: a packed reply.
     """
 
     mark: int
@@ -127,6 +129,9 @@ def packed_tokens(
     if len(ids) == 4:
         kind |= _IS_ONE
         data = ids.rstrip(b"\0")
+    if logprobs is not None and len(logprobs) > len(ids):
+        kind |= _IS_WIDE
+        data = bytes([len(logprobs) // len(ids)]) + data
     if began is not None:
         assert began.position == position
         kind |= _BEGINS
@@ -179,10 +184,14 @@ def unpacked_entry(position: int, body: bytes) -> Entry:
         if kind & _IS_NAMED:
             began = GenerateRecord(position, *_BEGAN.unpack_from(body, at))
             at += _BEGAN.size
+    width = 1
+    if kind & _IS_WIDE:
+        (width,) = body[at : at + 1]
+        at += 1
     data, logprobs = body[at:], None
     if kind & _HAS_LOGPROBS:
-        count = 1 if kind & _IS_ONE else len(data) // 8
-        data, logprobs = data[: len(data) - 4 * count], data[len(data) - 4 * count :]
+        count = 1 if kind & _IS_ONE else len(data) // (4 + 4 * width)
+        data, logprobs = data[: len(data) - 4 * count * width], data[len(data) - 4 * count * width :]
     return Entry(mark, data.ljust(4, b"\0") if kind & _IS_ONE else data, logprobs, began)
 
 
@@ -197,9 +206,9 @@ def session_record(body: str) -> SessionRecord:
 
 def joined(rows: Sequence[tuple[int, int, bytes, bytes | None]]) -> Iterator[TokensRecord]:
     """The tokens of entries of the tail that follow each other: position, mark, ids and log-probabilities of each."""
-    for (mark, has_logprobs), same in groupby(rows, lambda row: (row[1], row[3] is not None)):
+    for (mark, width), same in groupby(rows, lambda row: (row[1], len(row[3] or b"") // len(row[2]))):
         positions, _, ids, logprobs = zip(*same, strict=True)
-        values = np.frombuffer(b"".join(logprobs), dtype=np.float32) if has_logprobs else None
+        values = _of_width(np.frombuffer(b"".join(logprobs), dtype=np.float32), width) if width else None
         yield TokensRecord(positions[0], np.frombuffer(b"".join(ids), dtype=np.uint32), Mark(mark), values)
 
 
@@ -218,7 +227,10 @@ def unpacked(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> li
     wide = np.zeros((count, 4), dtype=np.uint8)
     wide[:, :nbytes] = np.frombuffer(ids, dtype=np.uint8, offset=bits).reshape(count, nbytes)
     found = wide.view(np.uint32)[:, 0]
-    values = None if logprobs is None else np.frombuffer(logprobs, dtype=np.float32)
+    values = None
+    if logprobs is not None:
+        values = np.frombuffer(logprobs, dtype=np.float32)
+        values = _of_width(values, len(values) // count if count else 1)
     if kind != _MIXED:
         return [TokensRecord(position, found, Mark(kind), values)]
     marks = np.unpackbits(np.frombuffer(ids[:bits], dtype=np.uint8), count=count)
@@ -232,8 +244,8 @@ def unpacked(position: int, mark: int, ids: bytes, logprobs: bytes | None) -> li
 
 
 def packed(records: Sequence[TokensRecord]) -> Iterator[PackedRow]:
-    """The same tokens, which follow each other, in rows of ROW_BYTES. Rows end where log-probabilities begin or end."""
-    for has_logprobs, of_kind in groupby(records, lambda record: record.logprobs is not None):
+    """The same tokens, which follow each other, in rows of ROW_BYTES. A row has so many log-probabilities a token."""
+    for width, of_kind in groupby(records, lambda record: _width(record.logprobs)):
         run = list(of_kind)
         ids = np.concatenate([record.token_ids for record in run]).astype("<u4", copy=False)
         marks = np.repeat([int(record.mark) for record in run], [len(record.token_ids) for record in run])
@@ -241,7 +253,7 @@ def packed(records: Sequence[TokensRecord]) -> Iterator[PackedRow]:
             [record.logprobs for record in run if record.logprobs is not None] or [np.empty(0, dtype=np.float32)]
         )
         nbytes = max(1, -(-int(ids.max()).bit_length() // 8)) if len(ids) else 1
-        of_token = nbytes + 4 * has_logprobs
+        of_token = nbytes + 4 * width
         start = 0
         while start < len(ids):
             most = ROW_BYTES // of_token
@@ -255,11 +267,20 @@ def packed(records: Sequence[TokensRecord]) -> Iterator[PackedRow]:
                 run[0].position + start,
                 (_MIXED if is_mixed else int(marks[start])) + 4 * nbytes,
                 bits + data,
-                values[part].tobytes() if has_logprobs else None,
+                values[part].tobytes() if width else None,
                 tokens=len(ids[part]),
                 is_full=start + most <= len(ids),
             )
             start += most
+
+
+def _width(logprobs: Logprobs | None) -> int:
+    """Numbers of each token."""
+    return 0 if logprobs is None else 1 if logprobs.ndim == 1 else logprobs.shape[1]
+
+
+def _of_width(numbers: NDArray[np.float32], width: int) -> Logprobs:
+    return numbers if width == 1 else numbers.reshape(-1, width)
 
 
 def packed_append(record: ReplyRecord) -> bytes:

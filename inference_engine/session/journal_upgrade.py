@@ -4,6 +4,7 @@ format 1    no copies of K/V
 format 2    no `ends`: each turn in rows of its own, which are read as they are; answers to appends in `replies`
 format 3    a column for each value of the tail; Generates and the answers to appends in rows of their own, which
             nothing accounted for
+format 4    one log-probability of a token at most; read as it is
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def upgrade(db: apsw.Connection, version: int) -> None:
     A session whose rows are damaged is refused later, as is a folder with an answer that is. Raises ValueError for
     damage of a table, whose rows may be gone, and of a row of the tail that is of no session.
     """
+    if version < 4:
+        _account_for_answers(db, version)
+
+
+def _account_for_answers(db: apsw.Connection, version: int) -> None:
     for older, schema in enumerate((_COPIES, _ENDS), start=1):
         if version <= older:
             db.execute(schema)

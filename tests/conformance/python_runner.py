@@ -209,7 +209,9 @@ def _plain(value: Any) -> Any:
         kind = next(name for name, each in STRATEGIES.items() if isinstance(value, each))
         given = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(STRATEGIES[kind])}
         return {"kind": kind, **{name: each for name, each in given.items() if each not in (None, [])}}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, kakeya.TopLogprob):
+        return dataclasses.asdict(value)
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 async def main(target: str) -> None:

@@ -165,8 +165,10 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
         ]
         assert draw(logits, samplings, keys).tolist() == drawn
         likely = logits.argmax(dim=-1)
-        reported = [logprobs(logits[place : place + 1], likely[place : place + 1])[0] for place in range(len(logits))]
-        assert torch.equal(logprobs(logits, likely), torch.stack(reported))
+        reported = [
+            logprobs(logits[place : place + 1], likely[place : place + 1])[0][0] for place in range(len(logits))
+        ]
+        assert torch.equal(logprobs(logits, likely)[0], torch.stack(reported))
     finally:
         torch.set_num_threads(before)
 
@@ -190,7 +192,7 @@ def test_how_many_tokens_are_drawn_at_once_changes_nothing(
     monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", tokens_at_once * 97 * 8 + 5)
     assert draw(logits, samplings, keys).tolist() == expected
     assert max(sizes) <= tokens_at_once and sum(sizes) == len(logits)
-    reported = logprobs(logits, logits.argmax(dim=-1))
+    (reported,) = logprobs(logits, logits.argmax(dim=-1))
     assert torch.allclose(reported, logits.log_softmax(dim=-1).amax(dim=-1), atol=1e-6)
 
 

@@ -148,6 +148,22 @@ def test_presence_and_frequency_penalties_count_what_is_generated_and_what_is_dr
             observing.observe(drafted[row])
 
 
+def test_of_equal_logits_the_lower_ids_are_the_likeliest() -> None:
+    raw = torch.tensor([[1.0, 3.0, 1.0, 3.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0, 2.0]])
+    draws = [
+        Draw(
+            indices=range(row, row + 1),
+            sampler=Sampler(Sampling(), 1),
+            position=row,
+            needs_logprob=True,
+            top_logprobs=top,
+        )
+        for row, top in enumerate((3, 4))
+    ]
+    found = [[token for token, _ in own[0].top_logprobs] for own in draw_step(raw, draws)]
+    assert found == [[1, 3, 0], [0, 1, 2, 3]]
+
+
 OUT_OF_RANGE: list[tuple[str, object]] = [
     ("temperature", -0.1),
     ("temperature", 5e-324),

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
@@ -192,3 +195,52 @@ def test_every_strategy_has_the_options(strategy: KVStrategy) -> None:
         drafted, drafted_end = generated(engine, opened(engine, strategy), params)
         assert (drafted, said_of(drafted_end)) == (whole, said_of(end))
         assert whole == plain[:14]
+
+
+def reported(engine: Engine, session: str, params: GenerateParams, **how: Any) -> list[TokenCommitted]:
+    events = drain(engine.generate(session, params, **how))
+    return [event for event in events if isinstance(event, TokenCommitted)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PENALISED], ids=["greedy", "penalised"])
+def test_top_logprobs_are_those_of_the_raw_logits_however_tokens_are_made(tmp_path: Path, sampling: Sampling) -> None:
+    """Drafted, beside others that want more, fewer and none, resumed, and read again after a kill."""
+    top = 5
+    params = with_(sampling=sampling, logprobs=True, top_logprobs=top)
+    with constrained(Mode.FIXED_SHAPE) as engine:
+        alone = reported(engine, opened(engine), params)
+        found: list[torch.Tensor] = []
+        scored = engine.score(opened(engine), [one.token_id for one in alone], lambda _, logits: found.append(logits))
+        drain(scored)
+        expected = torch.cat(found).log_softmax(dim=-1).topk(top, dim=-1)
+        for one, ids, values in zip(alone, expected.indices.tolist(), expected.values.tolist(), strict=True):
+            assert [token for token, _ in one.top_logprobs] == ids
+            assert np.allclose([value for _, value in one.top_logprobs], values, atol=1e-5)
+            assert dict(one.top_logprobs).get(one.token_id, one.logprob) == one.logprob
+        sessions = [opened(engine) for _ in range(4)]
+        others = [params, replace(params, top_logprobs=20), replace(params, top_logprobs=0), with_(sampling=sampling)]
+        running = [engine.generate(session, each) for session, each in zip(sessions, others, strict=True)]
+        beside = [[event for event in drain(each) if isinstance(event, TokenCommitted)] for each in running]
+        assert beside[0] == alone
+        assert [one.top_logprobs[:top] for one in beside[1]] == [one.top_logprobs for one in alone]
+        assert [len(one.top_logprobs) for one in beside[1]] == [20] * COUNT
+        assert [one.top_logprobs for one in beside[2] + beside[3]] == [()] * (2 * COUNT)
+        session = opened(engine)
+        generation = engine.generate(session, params, request_id=REQUEST)
+        for event in generation:
+            if isinstance(event, TokenCommitted) and event.position == 45:
+                generation.cancel()
+        assert reported(engine, session, params, request_id=REQUEST, resume_from=42) == alone[2:]
+    knowing = Knowing(text=[*text(40), *(one.token_id for one in alone)], errs=5)
+    make = partial(constrained, Mode.FIXED_SHAPE, drafter=knowing, draft_tokens=4)
+    with keeping(tmp_path / "state", make=make) as engine:
+        session = opened(engine)
+        assert reported(engine, session, params, request_id=REQUEST) == alone
+        engine.append(session, text(3))
+        generated(engine, session, with_(logprobs=True))  # of another width behind it
+        length = engine.session_info(session).history_length
+    for _ in range(2):  # from the rows of steps, and folded
+        with keeping(tmp_path / "state", make=make) as engine:
+            engine.recall(session)
+            assert engine.session_info(session).history_length == length
+            assert reported(engine, session, params, request_id=REQUEST) == alone

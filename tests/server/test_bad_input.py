@@ -97,6 +97,8 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 2**32 - 1}, "max_tokens"),
     ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
     ({"stop_token_ids": [VOCABULARY]}, "stop_token_ids"),
+    ({"top_logprobs": 21, "logprobs": True, "token_details": True}, "top_logprobs"),
+    ({"top_logprobs": 1, "token_details": True}, "top_logprobs"),
     ({"presence_penalty": 2.5}, "presence_penalty"),
     ({"frequency_penalty": NAN}, "frequency_penalty"),
     ({"stop_sequences": [pb.TokenIds(token_ids=[1])] * 65}, "stop_sequences"),

@@ -142,18 +142,21 @@ def test_a_reply_is_its_owner_s_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("largest", [200, 60_000, 150_000, 2**32 - 1], ids=str)
 @pytest.mark.parametrize("has_logprobs", [False, True])
 def test_turns_of_any_size_are_read_again_as_they_were(tmp_path: Path, largest: int, *, has_logprobs: bool) -> None:
+    """Some turns have the log-probabilities of other tokens beside their own."""
     rng = np.random.default_rng(largest)
     journal = open_journal(tmp_path)
     journal.open(record_of(0))
-    ids, marks, values = list[int](), list[int](), list[float]()
+    ids, marks, values = list[int](), list[int](), list[object]()
     for turn in range(60):
         for mark in (Mark.APPENDED, Mark.GENERATED):
             some = rng.integers(0, largest, rng.choice([1, 3, 40, 700]), endpoint=True).astype(np.uint32)
-            logprobs = rng.random(len(some), dtype=np.float32) if has_logprobs and mark is Mark.GENERATED else None
+            width = rng.choice([1, 1, 3, 41])
+            shape = (len(some), width) if width > 1 else len(some)
+            logprobs = rng.random(shape, dtype=np.float32) if has_logprobs and mark is Mark.GENERATED else None
             journal.append("session-0", len(ids), some, mark, logprobs=logprobs)
             ids += some.tolist()
             marks += [int(mark)] * len(some)
-            values += [np.nan] * len(some) if logprobs is None else logprobs.tolist()
+            values += [None] * len(some) if logprobs is None else logprobs.tolist()
         journal.rest("session-0")
         assert journal._writer.flush(20)
         if turn % 20 == 5:
@@ -177,8 +180,8 @@ def test_turns_of_any_size_are_read_again_as_they_were(tmp_path: Path, largest: 
         ].tolist()
         assert np.concatenate([row.token_ids for row in kept.tokens]).tolist() == ids[:length]
         assert [int(row.mark) for row in kept.tokens for _ in row.token_ids] == marks[:length]
-        found = [np.full(len(one.token_ids), np.nan) if one.logprobs is None else one.logprobs for one in kept.tokens]
-        np.testing.assert_array_equal(np.concatenate(found), values[:length])
+        found = [[None] * len(one.token_ids) if one.logprobs is None else one.logprobs.tolist() for one in kept.tokens]
+        assert [each for row in found for each in row] == values[:length]
         journal.append(f"session-{number}", length, np.array([7, 8], dtype=np.uint32), Mark.APPENDED)
         journal.leave(f"session-{number}")  # which folds them
         again = journal.load(f"session-{number}", "alice")

@@ -22,7 +22,7 @@ NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded Rege
 Restored RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed SessionEvicted SessionInfo
 SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy StreamTakenOver TLS TLSFailed
 TemplateError TextResult TextStream Tiered TokenDetail TokenOutOfRange TokenizerError ToolCallError ToolFormatUnknown
-TransportError Unauthenticated
+TopLogprob TransportError Unauthenticated
 """
 
 

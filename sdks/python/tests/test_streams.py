@@ -45,7 +45,7 @@ async def test_progress_is_reported_before_the_first_token(session: Any, do: Do)
 
 def test_a_heartbeat_is_reported_only_if_something_has_changed() -> None:
     reports: list[kakeya.Progress] = []
-    fold = Fold(wants_logprobs=False, on_progress=reports.append)
+    fold = Fold(pb.GenerateRequest(), reports.append)
     accepted = pb.GenerateResponse(accepted=pb.GenerateAccepted(queue_position=2, prefill_token_count=8))
     beats = [
         pb.GenerateResponse(progress=pb.PrefillProgress(done_token_count=done, total_token_count=total))

@@ -103,4 +103,5 @@ export type {
   SessionSummary,
   StopReason,
   TokenDetail,
+  TopLogprob,
 } from "./values.js";

@@ -134,6 +134,8 @@ export interface GenerateOptions extends CallOptions {
   readonly stopSequences?: readonly TokenIds[] | undefined;
   /** Report each token's log-probability. */
   readonly logprobs?: boolean | undefined;
+  /** Of so many of the likeliest tokens in each place, too, at most 20; it asks for `logprobs`. */
+  readonly topLogprobs?: number | undefined;
   /** Called while the stream is read, before its first token. */
   readonly onProgress?: ((progress: Progress) => void) | undefined;
   /** A history of any other length is left as it is. */
@@ -211,6 +213,7 @@ const KNOWN = {
     stopTokenIds: true,
     stopSequences: true,
     logprobs: true,
+    topLogprobs: true,
     onProgress: true,
     expectedHistoryLength: true,
     drafting: true,

@@ -76,6 +76,7 @@ export function generateRequest(
   length: number,
 ): GenerateRequest {
   const { temperature, topP, topK, minP, repetitionPenalty, seed } = known(options, "generate");
+  const topLogprobs = uint32Of(options.topLogprobs ?? 0, "topLogprobs");
   return create(GenerateRequestSchema, {
     sessionId,
     maxTokens: uint32Of(maxTokens, "maxTokens"),
@@ -92,7 +93,8 @@ export function generateRequest(
     stopSequences: (options.stopSequences ?? []).map((one, at) => ({
       tokenIds: tokenIdsOf(one, `stopSequences[${at}]`),
     })),
-    ...(options.logprobs === true ? { logprobs: true } : {}),
+    ...(options.logprobs === true || topLogprobs > 0 ? { logprobs: true } : {}),
+    topLogprobs,
     tokenDetails: true,
     ...(options.onProgress === undefined ? {} : { progress: true }),
     expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),

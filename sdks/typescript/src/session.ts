@@ -184,7 +184,7 @@ export class Session implements AsyncDisposable {
   generate(maxTokens: number, options: GenerateOptions = {}): GenerateStream {
     this.#requireOpen();
     const request = generateRequest(this.id, maxTokens, options, this.#tail.length);
-    return this.#started(request, options, options.logprobs === true);
+    return this.#started(request, options);
   }
 
   /**
@@ -197,11 +197,11 @@ export class Session implements AsyncDisposable {
   async prefill(options: PrefillOptions = {}): Promise<GenerateResult> {
     this.#requireOpen();
     const request = prefillRequest(this.id, options, this.#tail.length);
-    return this.#started(request, options, false).result();
+    return this.#started(request, options).result();
   }
 
-  #started(request: GenerateRequest, options: PrefillOptions, wantsLogprobs: boolean): GenerateStream {
-    const fold = new Fold(wantsLogprobs, options.onProgress);
+  #started(request: GenerateRequest, options: PrefillOptions): GenerateStream {
+    const fold = new Fold(request, options.onProgress);
     const patience = this.#link.generatePatience(options, this.#route);
     const mustMatch = options.expectedHistoryLength !== undefined;
     return GenerateStream.started(this.#link, request, patience, fold, this.#tail, mustMatch);

@@ -17,7 +17,7 @@ import type { TextOptions } from "./options.js";
 import type { Patience } from "./retry.js";
 import { TextStream } from "./text.js";
 import type { ChatTokenizer } from "./tokenization.js";
-import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail } from "./values.js";
+import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail, type TopLogprob } from "./values.js";
 
 type OnProgress = ((progress: Progress) => void) | undefined;
 
@@ -30,6 +30,8 @@ export class Fold {
   readonly tokenIds: number[] = [];
   result: GenerateResult | undefined = undefined;
   readonly #logprobs: number[] | undefined;
+  readonly #tops: (readonly TopLogprob[])[] = [];
+  readonly #wantedTops: number;
   readonly #onProgress: OnProgress;
   #nextPosition: number | undefined = undefined;
   #queuePosition = 0;
@@ -37,8 +39,9 @@ export class Fold {
   #reported = { done: 0n, total: 0n };
   #truncatedTokens = 0;
 
-  constructor(wantsLogprobs: boolean, onProgress: OnProgress) {
-    this.#logprobs = wantsLogprobs ? [] : undefined;
+  constructor(request: GenerateRequest, onProgress: OnProgress) {
+    this.#logprobs = request.logprobs === true ? [] : undefined;
+    this.#wantedTops = request.topLogprobs;
     this.#onProgress = onProgress;
   }
 
@@ -84,9 +87,19 @@ export class Fold {
       if (token.logprob === undefined) throw new ProtocolError(`the server sent no logprob for position ${position}`);
       this.#logprobs.push(token.logprob);
     }
+    const topLogprobs = token.topTokenIds.map((tokenId, at) => ({
+      tokenId,
+      logprob: token.topLogprobs[at] ?? Number.NaN,
+    }));
+    if (topLogprobs.length !== this.#wantedTops || token.topLogprobs.length !== this.#wantedTops) {
+      throw new ProtocolError(
+        `the server sent ${topLogprobs.length} topLogprobs for position ${position}, ${this.#wantedTops} were asked for`,
+      );
+    }
+    this.#tops.push(Object.freeze(topLogprobs));
     this.#nextPosition = position + 1;
     this.tokenIds.push(token.tokenId);
-    return { tokenId: token.tokenId, position, logprob: token.logprob };
+    return { tokenId: token.tokenId, position, logprob: token.logprob, topLogprobs };
   }
 
   #report(done: bigint, total: bigint): void {
@@ -107,6 +120,7 @@ export class Fold {
     return Object.freeze({
       tokenIds: Object.freeze([...this.tokenIds]),
       logprobs: this.#logprobs === undefined ? undefined : Object.freeze([...this.#logprobs]),
+      topLogprobs: this.#wantedTops === 0 ? undefined : Object.freeze([...this.#tops]),
       stopReason: stopReasonOf(done.stopReason),
       historyLength: exact(done.historyLength, "history_length"),
       seed: done.seed,

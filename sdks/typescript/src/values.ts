@@ -41,11 +41,19 @@ export interface Progress {
   readonly totalTokens: number;
 }
 
+/** A token that could have come, and its natural log-probability under the raw logits. */
+export interface TopLogprob {
+  readonly tokenId: number;
+  readonly logprob: number;
+}
+
 /** One token, its absolute position, and, if asked for, its natural log-probability under the raw logits. */
 export interface TokenDetail {
   readonly tokenId: number;
   readonly position: number;
   readonly logprob: number | undefined;
+  /** The likeliest tokens in its place, the likeliest first; as many as were asked for. */
+  readonly topLogprobs: readonly TopLogprob[];
 }
 
 /** A finished Generate: its tokens, why it stopped, what it cost and what it could read. */
@@ -53,6 +61,8 @@ export interface GenerateResult {
   readonly tokenIds: readonly number[];
   /** One for each token; undefined unless asked for. */
   readonly logprobs: readonly number[] | undefined;
+  /** A list for each token; undefined unless asked for. */
+  readonly topLogprobs: readonly (readonly TopLogprob[])[] | undefined;
   readonly stopReason: StopReason;
   /** When the stream ended. */
   readonly historyLength: number;

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         SessionSummary,
         StopReason,
         TokenDetail,
+        TopLogprob,
     )
 
 __all__ = [
@@ -168,6 +169,7 @@ __all__ = [
     "TokenizerError",
     "ToolCallError",
     "ToolFormatUnknown",
+    "TopLogprob",
     "TransportError",
     "Unauthenticated",
 ]
@@ -191,6 +193,7 @@ _HOME = {
         "SessionSummary",
         "StopReason",
         "TokenDetail",
+        "TopLogprob",
     ),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

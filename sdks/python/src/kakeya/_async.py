@@ -245,6 +245,7 @@ class AsyncSession(SessionBase):
         stop_token_ids: Iterable[int] = (),
         stop_sequences: Iterable[Iterable[int]] = (),
         logprobs: bool = False,
+        top_logprobs: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
         drafting: bool = True,
@@ -268,6 +269,7 @@ class AsyncSession(SessionBase):
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
@@ -295,7 +297,7 @@ class AsyncSession(SessionBase):
         expected_history_length: int | None,
         timeout: Timeout,
     ) -> AsyncGenerateStream:
-        fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
+        fold = Fold(request, on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)
         return AsyncGenerateStream(

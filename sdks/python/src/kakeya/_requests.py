@@ -107,6 +107,7 @@ def generate(
     logit_bias: Mapping[int, float] | None,
     stop_token_ids: Iterable[int],
     logprobs: bool,
+    top_logprobs: int,
     on_progress: object,
     expected_history_length: int | None,
     drafting: bool,
@@ -137,7 +138,8 @@ def generate(
             for token_id, value in zip(biased_ids, bias.values(), strict=True)
         },
         stop_token_ids=token_ids(stop_token_ids, "stop_token_ids"),
-        logprobs=flag(logprobs, "logprobs") or None,
+        logprobs=(flag(logprobs, "logprobs") or top_logprobs != 0) or None,
+        top_logprobs=whole_number(top_logprobs, "top_logprobs", below=_UINT32),
         token_details=True,
         progress=_wants(on_progress),
         expected_history_length=history_length(expected_history_length),

@@ -13,18 +13,20 @@ from kakeya._errors import HistoryLengthMismatch, KakeyaError, ProtocolError, St
 from kakeya._requests import new_request_id
 from kakeya._retry import Patience
 from kakeya._status import cause_of
-from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail
+from kakeya._values import STOP_REASONS, GenerateResult, Progress, StopReason, TokenDetail, TopLogprob
 from kakeya.v1 import runtime_pb2 as pb
 
 
 class Fold:
     """Turns frames into tokens, and at the end into the result."""
 
-    def __init__(self, *, wants_logprobs: bool, on_progress: Callable[[Progress], None] | None) -> None:
+    def __init__(self, request: pb.GenerateRequest, on_progress: Callable[[Progress], None] | None) -> None:
         self.token_ids: list[int] = []
         self.result: GenerateResult | None = None
         self.next_position: int | None = None  # None: no token yet
-        self._logprobs: list[float] | None = [] if wants_logprobs else None
+        self._logprobs: list[float] | None = [] if request.logprobs else None
+        self._tops: list[tuple[TopLogprob, ...]] | None = [] if request.top_logprobs else None
+        self._wanted_tops = request.top_logprobs
         self._on_progress = on_progress
         self._queue_position = 0
         self._reported = (0, 0)  # a heartbeat has nothing newer
@@ -60,11 +62,21 @@ class Fold:
             if logprob is None:
                 raise ProtocolError(f"the server sent no logprob for position {token.position}")
             self._logprobs.append(logprob)
+        tops = tuple[TopLogprob, ...]()
+        if self._tops is not None:
+            if not len(token.top_token_ids) == len(token.top_logprobs) == self._wanted_tops:
+                raise ProtocolError(
+                    f"the server sent {len(token.top_token_ids)} top_logprobs for position {token.position}, "
+                    f"{self._wanted_tops} were asked for"
+                )
+            pairs = zip(token.top_token_ids, token.top_logprobs, strict=True)
+            tops = tuple(TopLogprob(token_id=top, logprob=value) for top, value in pairs)
+            self._tops.append(tops)
         if self.next_position not in (None, token.position):
             raise ProtocolError(f"the server sent position {token.position} where {self.next_position} comes next")
         self.next_position = token.position + 1
         self.token_ids.append(token.token_id)
-        return TokenDetail(token_id=token.token_id, position=token.position, logprob=logprob)
+        return TokenDetail(token_id=token.token_id, position=token.position, logprob=logprob, top_logprobs=tops)
 
     def _report(self, done_tokens: int, total_tokens: int) -> None:
         self._reported = done_tokens, total_tokens
@@ -81,6 +93,7 @@ class Fold:
         return GenerateResult(
             token_ids=tuple(self.token_ids),
             logprobs=None if self._logprobs is None else tuple(self._logprobs),
+            top_logprobs=None if self._tops is None else tuple(self._tops),
             stop_reason=STOP_REASONS.get(done.stop_reason, StopReason.UNKNOWN),
             history_length=done.history_length,
             seed=done.seed,

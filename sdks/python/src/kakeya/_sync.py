@@ -255,6 +255,7 @@ class Session(SessionBase):
         stop_token_ids: Iterable[int] = (),
         stop_sequences: Iterable[Iterable[int]] = (),
         logprobs: bool = False,
+        top_logprobs: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
         expected_history_length: int | None = None,
         drafting: bool = True,
@@ -270,6 +271,7 @@ class Session(SessionBase):
         When the connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is
         what the tokens have to spell: the result says whether they do, or were cut by `max_tokens`. `stop_sequences`
         end it when its last tokens are one of them; `GenerateStream.text` knows stop strings.
+        `top_logprobs`: of so many of the likeliest tokens in each place, too, at most 20; it asks for `logprobs`.
 
         From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
         `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
@@ -290,6 +292,7 @@ class Session(SessionBase):
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
             logprobs=logprobs,
+            top_logprobs=top_logprobs,
             on_progress=on_progress,
             expected_history_length=self._tail.length if expected_history_length is None else expected_history_length,
             drafting=drafting,
@@ -322,7 +325,7 @@ class Session(SessionBase):
         expected_history_length: int | None,
         timeout: Timeout,
     ) -> GenerateStream:
-        fold = Fold(wants_logprobs=request.logprobs, on_progress=on_progress)
+        fold = Fold(request, on_progress)
         patience = self._client._stream_patience(timeout)
         call = self._client._generate(request, patience, self._route)
         return GenerateStream(

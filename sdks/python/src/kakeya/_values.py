@@ -68,12 +68,22 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TopLogprob:
+    """A token that could have come, and its natural log-probability under the raw logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TokenDetail:
-    """One token, its absolute position, and, if asked for, its natural log-probability under the raw logits."""
+    """One token, its absolute position, and, if asked for, its natural log-probability under the raw logits, and those
+    of the likeliest tokens in its place, the likeliest first."""
 
     token_id: int
     position: int
     logprob: float | None
+    top_logprobs: tuple[TopLogprob, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,6 +107,7 @@ class GenerateResult:
     accepted_tokens: int  # how many of them were accepted
     is_degraded: bool  # the drafter failed and was not used any more; the tokens are not affected
     fits_constraint: bool | None = None  # is the output whole by its constraint? False: it was cut; None: it had none
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...] | None = None  # one tuple per token; None unless asked for
     stop_sequence: int | None = None  # which of `stop_sequences` ended it; None: none did
 
     @property
