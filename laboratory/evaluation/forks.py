@@ -4,11 +4,13 @@
     copied     forks with KV entries of their own, copied
     early      forks of a session that was not prefilled before they were made
     alike      new sessions of the same history, where `share_prefixes` is "owner"
+    closed     the same, after one that had it before was closed
     anew       new sessions of the same history, prefilled: what a runtime without forks does
 
 Each of them is given a few ids of its own and generates; all generate at once. Every round does all of them, in turns,
 so that what the machine does meanwhile happens to all; a ratio is of one round. The first session was prefilled before,
-but for `early` and `alike`: there one of them prefills the history, and the others wait for it.
+but for `early` and `alike`: there one of them prefills the history, and the others wait for it. Nothing is kept of
+sessions of `alike` when they are closed.
 """
 
 from __future__ import annotations
@@ -35,9 +37,9 @@ from laboratory.evaluation.timing import start, step_seconds
 
 logger = logging.getLogger(__name__)
 
-SHARED, COPIED, EARLY, ALIKE, ANEW = "shared", "copied", "early", "alike", "anew"
-_METHODS = [SHARED, COPIED, EARLY, ALIKE, ANEW]
-_NEW = (ALIKE, ANEW)  # are no forks
+SHARED, COPIED, EARLY, ALIKE, CLOSED, ANEW = "shared", "copied", "early", "alike", "closed", "anew"
+_METHODS = [SHARED, COPIED, EARLY, ALIKE, CLOSED, ANEW]
+_NEW = (ALIKE, CLOSED, ANEW)  # are no forks
 _QUICK = {"lengths": [256], "forks": 4, "rounds": 1}
 
 
@@ -121,13 +123,20 @@ def measure(
     config = _config(target, limit, sessions=forks + 3)
     found: dict[str, list[Branches]] = {method: [] for method in _METHODS}
     copying = replace(config, share_forks=False)
-    alike = replace(config, share_prefixes="owner")
+    alike = replace(config, share_prefixes="owner", prefix_bytes=1)
+    closed = replace(config, share_prefixes="owner", prefix_bytes=config.kv_bytes)
     with (
         _parent(target, config, text[:length], limit) as one,
         _parent(target, copying, text[:length], limit) as other,
         Engine(target.forward, alike) as third,
+        Engine(target.forward, closed) as fourth,
     ):
-        parents = {SHARED: one, COPIED: other, EARLY: one, ALIKE: replace(one, engine=third), ANEW: one}
+        parents = {
+            **dict.fromkeys((SHARED, EARLY, ANEW), one),
+            COPIED: other,
+            ALIKE: replace(one, engine=third),
+            CLOSED: replace(one, engine=fourth),
+        }
         for method, parent in parents.items():
             _branch(parent, method, given[:1], limit, tokens)  # kernels and memory get ready
         for number in range(rounds):
@@ -173,6 +182,12 @@ def _branch(parent: _Parent, method: str, given: Sequence[Sequence[int]], limit:
     def give(session: str, own: Sequence[int]) -> None:
         append_all(engine, session, [*parent.history, *own] if method in _NEW else own)
 
+    if method == CLOSED:
+        one = engine.create_session(strategy=Full(), limit_tokens=limit, guaranteed=True).session_id
+        append_all(engine, one, parent.history)
+        (watch,) = start(engine, [one], tokens=1)
+        watch.wait()
+        engine.close_session(one)
     began = time.perf_counter()
     try:
         if method == EARLY:

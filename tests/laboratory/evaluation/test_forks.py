@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from laboratory.evaluation.forks import ALIKE, ANEW, COPIED, EARLY, SHARED, measure
+from laboratory.evaluation.forks import ALIKE, ANEW, CLOSED, COPIED, EARLY, SHARED, measure
 from laboratory.evaluation.models import Target
 from tests.tiny import VOCABULARY
 
@@ -11,7 +11,7 @@ TEXT = [(7 * place) % VOCABULARY for place in range(400)]
 
 def test_every_variant_gives_the_same_sessions_and_leaves_none_behind(tiny_target: Target) -> None:
     found = measure(tiny_target, TEXT, 100, forks=3, appended=5, tokens=8, rounds=1)
-    assert set(found) == {SHARED, COPIED, EARLY, ALIKE, ANEW}
+    assert set(found) == {SHARED, COPIED, EARLY, ALIKE, CLOSED, ANEW}
     (shared,), (copied,), (anew,) = found[SHARED], found[COPIED], found[ANEW]
     assert all(one.token_ids == anew.token_ids for (one,) in found.values())
     assert len(set(anew.token_ids)) == 3, "each was given something of its own"
