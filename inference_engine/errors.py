@@ -13,7 +13,7 @@
         ├── SessionNotFound ── SessionEvicted
         ├── SessionBusy, HistoryLengthMismatch, HistoryBehindClient, SessionClosed, StreamTakenOver
         ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded, QuotaExceeded
-        ├── Draining, EngineStalled, OutOfMemory, JournalFull, DeadlineExceeded, Unauthenticated
+        ├── Draining, EngineStalled, OutOfMemory, JournalFull, JournalAway, DeadlineExceeded, Unauthenticated
         ├── InvariantViolated, NonFiniteLogits, RestorationFailed, HistoryCorrupt, ModelMismatch
         └── InternalError
 
@@ -337,6 +337,30 @@ class JournalFull(RequestError):
         super().__init__(
             f"the disk that the server keeps sessions on is full, and nothing was changed. {advice}",
             retry_after_seconds=5.0,
+        )
+
+
+class JournalAway(RequestError):
+    """The journal cannot be reached for now. Nothing is lost: what was answered is safe in it.
+
+    is_pending: the call is done here, and is safe once the journal is there again, or lost with this process; else it
+    changed nothing.
+    """
+
+    reason = "JOURNAL_AWAY"
+    reveals_session = False
+
+    def __init__(self, *, is_pending: bool = False) -> None:
+        known = (
+            "whether this call counts is open until it can: repeat it with the same request_id, which does nothing "
+            "twice, or ask for the session's length then"
+            if is_pending
+            else "nothing was changed; retry soon"
+        )
+        super().__init__(
+            f"what the server keeps sessions in cannot be reached now, and {known}",
+            retry_after_seconds=1.0,
+            pending=str(is_pending).lower(),
         )
 
 

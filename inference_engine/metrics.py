@@ -121,6 +121,9 @@ class EngineMetrics:
             _PART_SECONDS,
         )
         self.journal_changes = self._counter("journal_change_total", "Changes of sessions committed to the journal.")
+        self.journal_away = self._gauge(
+            "journal_away", "1 while the journal cannot be reached: Generates pause, and new work is refused."
+        )
         self.journal_full = self._gauge(
             "journal_full", "1 while the disk of the journal is full: Generates pause, and new work is refused."
         )

@@ -221,7 +221,7 @@ BUGS = (
     Bug(
         "an answer does not wait for its session",
         "inference_engine/server/durable_gate.py",
-        "        return receipt.is_safe or receipt.is_refused or (unless_full and self._engine.is_full)\n",
+        "        if receipt.is_safe or receipt.is_refused:\n            return True\n",
         "        return True\n",
         (KEPT_ON_THE_WIRE,),
     ),

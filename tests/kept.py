@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.engine import Engine
+from inference_engine.errors import JournalAway
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.journal import ReplyRecord, SessionEntry, SessionKept, TokensRecord
 from inference_engine.session.journal_folder import LOCK, RESERVE
 from inference_engine.session.sqlite_journal import SQLiteJournal
-from inference_engine.session.writer import Change, DiskFull
+from inference_engine.session.writer import Away, Change, DiskFull
 from inference_engine.types import Durability
 from tests.load.scripted import scripted_engine
 
@@ -61,6 +63,61 @@ class Gated(SQLiteJournal):
 
     def _has_room(self) -> bool:
         return super()._has_room() if not self.is_full_disk else False
+
+
+class Remote(SQLiteJournal):
+    """A journal that is reached over a connection, which a test cuts: now, at the next commit, or at its answer."""
+
+    def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
+        self.is_cut = self.cuts_at_commit = self.cuts_at_answer = False
+        self._in_doubt: Sequence[Change] | None = None
+        super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+
+    def _commit(self, changes: Sequence[Change]) -> None:
+        self.is_cut |= self.cuts_at_commit
+        self.cuts_at_commit = False
+        if self.is_cut:
+            raise Away("no connection")
+        if changes is not self._in_doubt:  # as the number of a commit says to one who asks for it
+            super()._commit(changes)
+        self._in_doubt = None
+        if self.cuts_at_answer:
+            self.is_cut, self.cuts_at_answer, self._in_doubt = True, False, changes
+            raise Away("the connection ended before the answer")
+
+    def _tidy(self) -> None:
+        if self.is_cut:
+            raise Away("no connection")
+        super()._tidy()
+
+    def load(self, session_id: str, owner: str) -> SessionKept | None:
+        self._require_connection()
+        return super().load(session_id, owner)
+
+    def look(
+        self, session_id: str, owner: str, *, first: int = 0, most: int = 0
+    ) -> tuple[SessionEntry, Sequence[TokensRecord]] | None:
+        self._require_connection()
+        return super().look(session_id, owner, first=first, most=most)
+
+    def replies_to(self, owner: str, request_id: bytes) -> Sequence[ReplyRecord]:
+        self._require_connection()
+        return super().replies_to(owner, request_id)
+
+    def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
+        self._require_connection()
+        return super().page(owner, after=after, most=most)
+
+    def _require_connection(self) -> None:
+        if self.is_cut:
+            raise JournalAway
+
+
+@contextmanager
+def remote(folder: Path) -> Iterator[tuple[Engine, Remote]]:
+    journal = Remote(folder, metrics := EngineMetrics())
+    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(folder)) as engine:
+        yield engine, journal
 
 
 @contextmanager

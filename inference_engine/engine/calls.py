@@ -170,7 +170,7 @@ class Calls:
             APPENDED, lengths, _page_of_lengths(store), operation=append, by_session=True
         )
         self.closed: Repeated[HistoryLength] = kind(
-            "closed", lengths, _page_of_lengths(store), refuse=partial(journal.refuse_when_full, to_close=True)
+            "closed", lengths, _page_of_lengths(store), refuse=partial(journal.refuse_when_blocked, to_close=True)
         )
         self._by_kind: dict[str, Repeated[Any]] = {
             one.kind: one for one in (self.opened, self.forked, self.rewound, self.appended, self.closed)

@@ -537,7 +537,7 @@ class Engine:
 
         Call it before the call itself, which then sees a session that was here all the time. The session has no memory
         for K/V until it is used. Raises HistoryCorrupt, ModelMismatch, NoCapacity or QuotaExceeded, and the session
-        stays in the journal as it is; JournalFull or EngineStalled if the journal cannot be read now.
+        stays in the journal as it is; JournalFull, JournalAway or EngineStalled if the journal cannot be read now.
 
         to_close: the call closes the session, so its history may be more than its owner may have.
         """
@@ -555,7 +555,8 @@ class Engine:
     def when_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         """Call back, from any thread, once everything is safe that was done until now; perhaps at once.
 
-        With a receipt: once that is safe or refused, and also when the disk has no space for it now.
+        With a receipt: once that is safe or refused, and also when the disk has no space for it now, or the journal is
+        away.
         """
         self._journal.on_saved(callback, receipt)
 
@@ -565,8 +566,20 @@ class Engine:
         return self._journal.is_full
 
     @property
+    def is_away(self) -> bool:
+        """Is the journal out of reach for now? Then sessions in memory can be read, and all else waits."""
+        return self._journal.is_away
+
+    def refuse_when_blocked(self) -> None:
+        """Raise JournalFull, JournalAway or EngineStalled while what is done cannot be made safe."""
+        self._journal.refuse_when_blocked()
+
+    @property
     def journal_failure(self) -> str:
-        """Why sessions cannot be kept any more; "": they can. Then nothing more is sent, and the process has to end."""
+        """Why sessions cannot be kept any more, and the way out; "": they can.
+
+        Then nothing more is sent, and the process has to end.
+        """
         return self._journal.failure
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
@@ -627,7 +640,7 @@ class Engine:
 
     def is_serving(self) -> bool:
         """The engine is alive, and what it does can be kept."""
-        return self.is_alive() and not self.is_full
+        return self.is_alive() and not self.is_full and not self.is_away
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
@@ -657,4 +670,4 @@ class Engine:
             raise Draining
         if self.is_stalled():
             raise EngineStalled
-        self._journal.refuse_when_full()
+        self.refuse_when_blocked()

@@ -48,10 +48,10 @@ class Recall:
         """May the journal have something that the call needs and that is not in memory?"""
         if not self._journal.keeps:
             return False
-        if session_id and not self._store.is_resident(session_id):
-            return True
         with self._store.locked():
-            return bool(request_id) and not self._calls.knows(request_id, owner)
+            if request_id and self._calls.knows(request_id, owner):
+                return False  # it was answered; its session may have ended by that
+        return bool(request_id) or (bool(session_id) and not self._store.is_resident(session_id))
 
     def of_call(self, session_id: str, owner: str, request_id: bytes, *, to_close: bool = False) -> None:
         """Bring back what the call needs, as far as the journal has it. See `Engine.recall`."""

@@ -5,6 +5,8 @@ the order of their numbers, a commit for many, so the journal is asked for the l
 
 event loop          wait 7, wait 9, wait 7 │ ask for 7                 │ those with 7 go on, ask for 9
 journal's thread                           │ commit of 5 to 8, wake up │ commit of 9 …
+
+What cannot be safe now ends a call with a typed error, and pauses a stream.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from inference_engine.engine import Engine
+from inference_engine.errors import JournalAway, JournalFull
 from inference_engine.server.stream import WOKEN_AT_ONCE
 from inference_engine.session.journal import Receipt
 
@@ -23,6 +26,7 @@ from inference_engine.session.journal import Receipt
 class _Waiter:
     receipt: Receipt
     unless_full: bool
+    unless_away: bool
     goes_on: asyncio.Future[None]
 
 
@@ -36,15 +40,35 @@ class DurableGate:
         self._is_asking = False  # at the end of this turn of the loop
         self._free = deque[asyncio.Future[None]]()  # that go on, some at a time
 
-    async def synced(self, receipt: Receipt, *, unless_full: bool = False, most_seconds: float | None = None) -> bool:
+    async def confirmed(self, receipt: Receipt, *, of_error: bool = False) -> None:
+        """Wait until an answer may be sent. Raises what is sent instead: JournalFull for what was refused, and so is
+        undone; JournalAway for what is safe later, or never.
+
+        of_error: of a call that changed nothing, which waits for no space either; JournalFull, too, if there is none.
+        """
+        while not await self.synced(receipt, unless_full=of_error, unless_away=True):
+            if receipt.is_refused:
+                raise JournalFull
+            if self._engine.is_away:
+                raise JournalAway(is_pending=not of_error)
+            self._engine.refuse_when_blocked()  # else it has just become possible again
+
+    async def synced(
+        self,
+        receipt: Receipt,
+        *,
+        unless_full: bool = False,
+        unless_away: bool = False,
+        most_seconds: float | None = None,
+    ) -> bool:
         """Wait until it is safe, or was refused: then it is undone, and the answer is False.
 
-        unless_full: do not wait for space on a full disk; False, too, if there is none. most_seconds: do not wait
-        longer for a slow one; False, too, if it is not safe by then.
+        unless_full: do not wait for space on a full disk; False, too, if there is none. unless_away: do not wait for a
+        journal that is away. most_seconds: do not wait longer for a slow one; False, too, if it is not safe by then.
         """
-        if not self._is_over(receipt, unless_full=unless_full):
+        if not self._is_over(receipt, unless_full=unless_full, unless_away=unless_away):
             loop = asyncio.get_running_loop()
-            waiter = _Waiter(receipt, unless_full, loop.create_future())
+            waiter = _Waiter(receipt, unless_full, unless_away, loop.create_future())
             self._waiting.append(waiter)
             self._ask_soon(loop)
             with contextlib.suppress(TimeoutError):
@@ -52,8 +76,10 @@ class DurableGate:
                     await waiter.goes_on
         return receipt.is_safe
 
-    def _is_over(self, receipt: Receipt, *, unless_full: bool) -> bool:
-        return receipt.is_safe or receipt.is_refused or (unless_full and self._engine.is_full)
+    def _is_over(self, receipt: Receipt, *, unless_full: bool, unless_away: bool) -> bool:
+        if receipt.is_safe or receipt.is_refused:
+            return True
+        return (unless_full and self._engine.is_full) or (unless_away and self._engine.is_away)
 
     def _ask_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Those who come in one turn of the loop are asked for together at its end."""
@@ -82,7 +108,7 @@ class DurableGate:
         if not self._free:
             loop.call_soon(self._let_go, loop)
         for waiter in waiting:
-            if self._is_over(waiter.receipt, unless_full=waiter.unless_full):
+            if self._is_over(waiter.receipt, unless_full=waiter.unless_full, unless_away=waiter.unless_away):
                 self._free.append(waiter.goes_on)
             elif not waiter.goes_on.done():  # else its call is over
                 self._waiting.append(waiter)

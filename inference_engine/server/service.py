@@ -28,7 +28,7 @@ from inference_engine.engine import Engine
 from inference_engine.engine.arguments import MAX_PIECE_TOKENS
 from inference_engine.engine.generation import Generation
 from inference_engine.engine.results import HistoryLength, SessionForked
-from inference_engine.errors import InvalidArgument, JournalFull, RequestError, SessionBusy, SessionNotFound
+from inference_engine.errors import InvalidArgument, JournalAway, RequestError, SessionBusy, SessionNotFound
 from inference_engine.logs import name_request
 from inference_engine.server import convert
 from inference_engine.server.durable_gate import DurableGate
@@ -238,7 +238,8 @@ class RuntimeService:
             listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
             return convert.list_to_wire(listed, most=most)
 
-        await self._gate.synced(self._engine.receipt_of_owner(owner), unless_full=True, most_seconds=LIST_SECONDS)
+        receipt = self._engine.receipt_of_owner(owner)
+        await self._gate.synced(receipt, unless_full=True, unless_away=True, most_seconds=LIST_SECONDS)
         if not self._engine.lists_from_memory(owner):
             return await self._on_disk(page)
         # A long page takes milliseconds.
@@ -284,7 +285,7 @@ class RuntimeService:
     def _once_safe(self, behaviour: Behaviour, *, changes: bool) -> Behaviour:
         """`behaviour`, whose errors, and if it changes something its answer, are sent once what they say is safe.
 
-        Raises JournalFull instead of what is not safe and cannot become so: then nothing was changed.
+        Raises JournalFull or JournalAway instead of what is not safe and cannot become so now.
         """
         if not self._keeps:
             return behaviour
@@ -298,13 +299,13 @@ class RuntimeService:
                 answer = await behaviour(handed.pop(), context)
             except RequestError as error:
                 of = session_id or error.session_id
-                if error.reveals_session and not await self._gate.synced(self._engine.receipt(of), unless_full=True):
-                    raise JournalFull from error
+                if error.reveals_session:
+                    await self._gate.confirmed(self._engine.receipt(of), of_error=True)
                 raise
             # Looked up in the turn of the call: later ones of the session have other receipts.
             of = getattr(answer, "session_id", session_id)
-            if changes and not await self._gate.synced(self._engine.receipt(of)):
-                raise JournalFull
+            if changes:
+                await self._gate.confirmed(self._engine.receipt(of))
             return answer
 
         return call
@@ -347,9 +348,12 @@ class RuntimeService:
     async def _look(self, session_id: str, in_memory: Callable[[], T], in_journal: Callable[[], T]) -> T:
         """What a session is, or has, as far as it is safe. It stays where it is, and nothing waits for it.
 
-        What was done until now is waited for, unless the disk has no space for it.
+        What was done until now is waited for, unless the disk has no space for it. Raises JournalAway if it is out of
+        reach whether that counts: no less than was done is said, so that a client can ask whether an append arrived.
         """
-        await self._gate.synced(self._engine.receipt(session_id), unless_full=True)
+        is_synced = await self._gate.synced(self._engine.receipt(session_id), unless_full=True, unless_away=True)
+        if not is_synced and self._engine.is_away:
+            raise JournalAway
         try:
             return in_memory()
         except SessionNotFound:

@@ -41,6 +41,7 @@ CODES: dict[str, grpc.StatusCode] = {
     "DRAINING": grpc.StatusCode.UNAVAILABLE,
     "ENGINE_STALLED": grpc.StatusCode.UNAVAILABLE,
     "JOURNAL_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "JOURNAL_AWAY": grpc.StatusCode.UNAVAILABLE,
     "OUT_OF_MEMORY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "INV1": grpc.StatusCode.FAILED_PRECONDITION,
     "INV2": grpc.StatusCode.FAILED_PRECONDITION,

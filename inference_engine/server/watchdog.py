@@ -2,7 +2,7 @@
 
     running ──▶ stalled (health: not serving; calls: ENGINE_STALLED) ──▶ running
        │           └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
-       ├─ the journal's disk fails ──▶ the process ends with status EXIT_JOURNAL
+       ├─ the journal fails ──▶ the process ends with status EXIT_JOURNAL
        └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
 A thread that hangs in a device's driver cannot be ended from outside, so only a new process helps. An engine that
@@ -66,14 +66,7 @@ class Watchdog:
                 )
                 return GaveUp(text, EXIT_SPOILED, Draining())
             if failure := self._engine.journal_failure:
-                folder = self._engine.config.state_dir
-                text = (
-                    f"sessions cannot be kept any more ({failure}): whether the last changes are on the disk is not "
-                    "known, and nothing of them was sent. Start again; what clients received is there. If it ends so "
-                    f"again, the disk or the journal is damaged: `kakeya journal backup {folder} FOLDER` makes a copy "
-                    f"with new indexes, which helps if only an index is damaged; else restore {folder} from a backup"
-                )
-                return GaveUp(text, EXIT_JOURNAL, Draining())
+                return GaveUp(f"sessions cannot be kept any more: {failure}", EXIT_JOURNAL, Draining())
             if self.look():
                 return GaveUp("the engine did not recover", EXIT_STALLED, EngineStalled())
             await asyncio.sleep(LOOK_SECONDS)

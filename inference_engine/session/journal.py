@@ -243,7 +243,8 @@ class Journal(Protocol):
     def on_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         """Call `callback`, from any thread, once everything is safe that was recorded until now; perhaps at once.
 
-        With a receipt: once that is safe or refused, and also when the disk has no space for it now.
+        With a receipt: once that is safe or refused, and also when the disk has no space for it now, or the journal is
+        away.
         """
 
     def request_sync(self) -> None:
@@ -256,12 +257,17 @@ class Journal(Protocol):
     def is_full(self) -> bool:
         """Is the disk full?"""
 
-    def refuse_when_full(self, *, to_close: bool = False) -> None:
-        """Raise JournalFull while there is no space for more; to_close: not even for what closes a session."""
+    @property
+    def is_away(self) -> bool:
+        """Is it out of reach for now? What is recorded becomes safe when it is back. Reading raises JournalAway."""
+
+    def refuse_when_blocked(self, *, to_close: bool = False) -> None:
+        """Raise JournalAway while it is away, EngineStalled once it has failed, and JournalFull while there is no space
+        for more; to_close: not even for what closes a session."""
 
     @property
     def failure(self) -> str:
-        """Why nothing can be recorded any more; "": it can. Then the process has to end."""
+        """Why nothing can be recorded any more, and the way out; "": it can. Then the process has to end."""
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +277,7 @@ class Journal(Protocol):
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         """A session that is not in memory; None if the owner has none of this id. Waits for the disk.
 
-        Raises HistoryCorrupt if its records are damaged.
+        Raises HistoryCorrupt if its records are damaged, JournalAway while they are out of reach.
         """
 
     def look(
@@ -308,7 +314,7 @@ class MemoryJournal:
     durability = Durability.NONE
     book = None
     keeps = False
-    is_full = False
+    is_full = is_away = False
     failure = ""
 
     def __init__(self) -> None:
@@ -381,7 +387,7 @@ class MemoryJournal:
     def is_behind(self) -> bool:
         return False
 
-    def refuse_when_full(self, *, to_close: bool = False) -> None: ...
+    def refuse_when_blocked(self, *, to_close: bool = False) -> None: ...
 
     def read(self, session_id: str) -> tuple[SessionRecord, Sequence[TokensRecord]]:
         with self._lock:

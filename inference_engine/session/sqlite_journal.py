@@ -35,7 +35,7 @@ from pathlib import Path
 
 import apsw
 
-from inference_engine.errors import ConfigError, EngineStalled, JournalFull
+from inference_engine.errors import ConfigError, EngineStalled, JournalAway, JournalFull
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
@@ -348,9 +348,11 @@ class SQLiteJournal:
     def is_behind(self) -> bool:
         return self._writer.is_behind()
 
-    def refuse_when_full(self, *, to_close: bool = False) -> None:
+    def refuse_when_blocked(self, *, to_close: bool = False) -> None:
         if self._writer.failure:
             raise EngineStalled
+        if self._writer.is_away:
+            raise JournalAway
         if self._writer.is_stuck if to_close else self._writer.is_full:
             raise JournalFull(can_close=not self._writer.is_stuck)
 
@@ -359,8 +361,18 @@ class SQLiteJournal:
         return self._writer.is_full
 
     @property
+    def is_away(self) -> bool:
+        return self._writer.is_away  # a folder never is
+
+    @property
     def failure(self) -> str:
-        return self._writer.failure
+        folder = self.copies_folder.parent
+        return self._writer.failure and (
+            f"{self._writer.failure}: whether the last changes are on the disk is not known, and nothing of them was "
+            "sent. Start again; what clients received is there. If it ends so again, the disk or the journal is "
+            f"damaged: `kakeya journal backup {folder} FOLDER` makes a copy with new indexes, which helps if only an "
+            f"index is damaged; else restore {folder} from a backup"
+        )
 
     @property
     def book(self) -> CopyBook:
@@ -618,13 +630,13 @@ class SQLiteJournal:
         return False
 
     def _flush(self, receipt: Receipt | None = None, *, unless_full: bool = False) -> None:
-        """Wait until all is written that is read next. Raises JournalFull or EngineStalled if it cannot be.
+        """Wait until all is written that is read next. Raises as `refuse_when_blocked` if it cannot be.
 
         unless_full: then what is written is read.
         """
         is_written = self._writer.flush(_FLUSH_SECONDS, receipt) or (receipt is not None and receipt.is_refused)
         if not is_written and not (unless_full and self.is_full):
-            self.refuse_when_full()
+            self.refuse_when_blocked()
             raise EngineStalled
 
 

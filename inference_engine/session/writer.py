@@ -9,6 +9,8 @@ called back run first, and need the interpreter for that.
     the disk is full    undo what was not answered │ commit the rest from the reserve │ and what is recorded
                         meanwhile, such as sessions that are closed │ until there is room again
 
+    it is away          call back what waits │ commit the same changes again, until they are safe: nothing is undone
+
 Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process has to end.
 """
 
@@ -39,11 +41,19 @@ _QUIET_SECONDS = 0.002  # between callbacks and what is known to be untidy
 _LAST_SECONDS = 1.0  # of tidying when the server stops: the next start has less to read
 _MOST_UNTIDY = 8  # commits, if there are always callbacks
 _FULL_SECONDS = 0.25  # between two attempts on a full disk
+_AWAY_SECONDS = 0.25  # between two attempts to reach a journal that is away
 _MOST_WAITING = 20_000  # changes: a step of 128 streams is 128
 
 
 class DiskFull(Exception):
     """There is no space; nothing was changed, and the same changes may be committed later."""
+
+
+class Away(Exception):
+    """The journal cannot be reached for now, and whether the changes were made may not be known.
+
+    The next commit has the same ones: the journal finds out whether it has them, and makes them once.
+    """
 
 
 @dataclass(slots=True, eq=False)
@@ -67,10 +77,10 @@ class Unit(Receipt):
 class Writer:
     """Any thread records and asks; the functions it is given are called on the writer's own.
 
-    commit: applies changes, all or none, and makes them safe; raises DiskFull. tidy: does deferred work for some
-    milliseconds. is_tidy: says whether there is none. make_room: gives up the reserve. has_room: takes it back if there
-    is room for it again; raises DiskFull if not even a row can be written. tidies_at_the_end: until then a stop waits,
-    for a moment. is_full: the disk, at the start.
+    commit: applies changes, all or none, and makes them safe; raises DiskFull or Away. tidy: does deferred work for
+    some milliseconds; raises them, too. is_tidy: says whether there is none. make_room: gives up the reserve. has_room:
+    takes it back if there is room for it again; raises DiskFull if not even a row can be written. tidies_at_the_end:
+    until then a stop waits, for a moment. is_full: the disk, at the start.
     """
 
     THREAD_NAME = "kakeya-journal"
@@ -105,6 +115,7 @@ class Writer:
         self._is_sync_requested = self._is_stopping = False
         self.is_full = is_full
         self.is_stuck = False  # full, and not even what is recorded can be written
+        self.is_away = False
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=self.THREAD_NAME, daemon=True)
         self._thread.start()
@@ -119,7 +130,7 @@ class Writer:
 
     def on_saved(self, callback: Callback, receipt: Receipt | None = None) -> None:
         """Call back once all is safe that was recorded until now; of a receipt, once it is safe or refused, and each
-        time when there is no space for it."""
+        time when there is no space for it, or the journal is away."""
         with self._lock:
             # One without a number is just being recorded.
             number = self._recorded if receipt is None else receipt.number or self._recorded + 1
@@ -136,12 +147,12 @@ class Writer:
             self._wake.notify()
 
     def is_behind(self) -> bool:
-        return self.is_full or bool(self.failure) or self._waiting > _MOST_WAITING
+        return self.is_full or self.is_away or bool(self.failure) or self._waiting > _MOST_WAITING
 
     def flush(self, seconds: float, receipt: Receipt | None = None) -> bool:
         """Wait until all that was recorded until now is safe, or a receipt, at most so long. Is it?
 
-        Of a receipt it is known at once that there is no space for it.
+        Of a receipt it is known at once that there is no space for it, or that the journal is away.
         """
         ends = time.monotonic() + seconds
         while True:
@@ -152,7 +163,7 @@ class Writer:
                     return False
             if receipt is None or receipt.is_safe:
                 return True
-            if receipt.is_refused or self.is_full:
+            if receipt.is_refused or self.is_full or self.is_away:
                 return False
 
     def stop(self) -> None:
@@ -184,7 +195,7 @@ class Writer:
                 if is_time and not self._is_stopping:
                     commits, has_room = 0, self._has_tidied()
                 has_more = has_room and not self._is_tidy()
-            except DiskFull:  # the server stops, and there is no room for what is recorded, or for tidying
+            except (DiskFull, Away):  # the server stops, and what is recorded, or tidying, has to wait for longer
                 return
             except Exception as error:
                 logger.critical("the journal cannot be written any more", exc_info=error)
@@ -192,10 +203,10 @@ class Writer:
                 return
 
     def _has_tidied(self) -> bool:
-        """False if the disk is full: that can wait."""
+        """False if it cannot be done now: that can wait."""
         try:
             self._tidy()
-        except DiskFull:
+        except (DiskFull, Away):
             return False
         return True
 
@@ -254,17 +265,46 @@ class Writer:
             return self._has_room()
         except DiskFull:
             return False
+        except Away:
+            if self._is_stopping:
+                raise
+            return False
 
     def _commit_units(self, units: Sequence[Unit]) -> None:
         began = time.perf_counter()
         changes = [change for unit in units for change in unit.changes]
-        self._commit(changes)
+        try:
+            self._commit(changes)
+        except Away as away:
+            self._until_back(units, changes, away)
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
         for unit in units:
             for saved, tokens in unit.confirmed:
                 saved.tokens = tokens
             unit.settle(is_safe=True)
+
+    def _until_back(self, units: Sequence[Unit], changes: Sequence[Change], away: Away) -> None:
+        """Commit the same changes until the journal is there again. Raises Away if the writer stops before."""
+        logger.error("the journal cannot be reached: sessions in memory can be read, all else waits: %s", away)
+        self.is_away = True
+        self._metrics.journal_away.set(1)
+        while self.is_away:
+            self._call_back(units)
+            with self._lock:
+                self._wake.wait_for(lambda: self._is_stopping, _AWAY_SECONDS)
+            try:
+                self._commit(changes)
+                self.is_away = False
+            except Away:
+                if self._is_stopping:
+                    raise
+            except DiskFull:
+                self.is_away = False
+                raise
+            finally:
+                self._metrics.journal_away.set(int(self.is_away))
+        logger.warning("the journal is there again")
 
     def _call_back(self, left: Sequence[Unit]) -> bool:
         """All but `left` is settled of what was taken. Returns whether anything waited for it."""
@@ -275,7 +315,7 @@ class Writer:
             ready: list[Callback] = []
             while self._callbacks and self._callbacks[0][0] <= self._saved:
                 ready.append(heapq.heappop(self._callbacks)[-1])
-            if left:  # those that want to know that there is no space
+            if left:  # those that want to know that it cannot be safe now
                 ready += [callback for *_, is_of_receipt, callback in self._callbacks if is_of_receipt]
                 self._callbacks = [waiting for waiting in self._callbacks if not waiting[2]]
                 heapq.heapify(self._callbacks)

@@ -20,7 +20,7 @@ class Unsafe:
 
     def __init__(self) -> None:
         self.asked: list[tuple[Callable[[], object], Receipt]] = []
-        self.is_full = False
+        self.is_full = self.is_away = False
         self._numbers = itertools.count(1)
 
     def record(self) -> Receipt:

@@ -46,7 +46,7 @@ from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.facade import drop_entries, save_copies, session_of, store_of
 from tests.hostile.http2 import PREFACE, PRIORITY, SETTINGS, frame
-from tests.kept import keeping
+from tests.kept import keeping, remote
 from tests.laws.drafters import Failing, Knowing, Wrong
 from tests.load.scripted import scripted_engine
 from tests.server.http.client import asking, http_client, serving_http, tiny_chat
@@ -310,7 +310,7 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                 for one in (session_id, other):
                     with store_of(engine).locked():
                         store_of(engine)._leave(session_of(engine, one))
-                await client.length(session_id)
+                await client.append(session_id, ())
                 seen.look(engine)
                 until_folded(journal)  # which notes when a session was used
                 now, value = 100.0, metrics.registry.get_sample_value
@@ -329,6 +329,16 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                 seen.look(engine)
                 assert (await refused(append)).reason == "RESOURCE_EXHAUSTED JOURNAL_FULL"
                 full.clear()
+
+
+async def a_journal_that_is_away(seen: Seen) -> None:
+    with tempfile.TemporaryDirectory() as folder, remote(Path(folder)) as (engine, journal):
+        seen.begin(engine)
+        async with serving(engine) as handle, connected(handle) as client:
+            journal.cuts_at_commit = True
+            assert (await refused(client.open(()))).reason == "UNAVAILABLE JOURNAL_AWAY"
+            seen.look(engine)
+            journal.is_cut = False
 
 
 async def a_session_read_from_a_file(seen: Seen) -> None:
@@ -366,6 +376,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         unauthenticated,
         an_address_that_sends_too_much,
         a_folder_of_sessions,
+        a_journal_that_is_away,
         a_session_read_from_a_file,
     )
     for scenario in scenarios:

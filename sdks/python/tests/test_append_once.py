@@ -18,6 +18,7 @@ from kakeya._errors import (
     Draining,
     HistoryBehindClient,
     HistoryLengthMismatch,
+    JournalAway,
     KakeyaError,
     SessionBusy,
     SessionNotFound,
@@ -32,8 +33,9 @@ class Server:
     """A history and a list of what goes wrong next.
 
     Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
-    after the next call), "timeout", "busy", "draining", "refused" (no connection is made), "full" (the connection has
-    too many calls), "gone", "closed" (arrives, and the client is closed), "closed before".
+    after the next call), "pending" (arrives, and is not safe yet), "timeout", "busy", "draining", "refused" (no
+    connection is made), "full" (the connection has too many calls), "gone", "closed" (arrives, and the client is
+    closed), "closed before".
     """
 
     def __init__(
@@ -106,6 +108,9 @@ class Server:
         if fault == "timeout":
             self.history.extend(self.meanwhile)
             raise DeadlineExceeded("too late", code="DEADLINE_EXCEEDED")
+        if fault == "pending":
+            away = {"pending": "true"}
+            raise JournalAway("not safe yet", code="UNAVAILABLE", reason="JOURNAL_AWAY", metadata=away)
         if fault == "unanswered":
             raise lost
         if reply is None:
@@ -155,7 +160,8 @@ def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None =
 
 
 FAULTS = st.lists(
-    st.sampled_from(["ok", "lost", "unanswered", "late", "timeout", "busy", "draining", "refused", "gone"]), max_size=12
+    st.sampled_from(["ok", "lost", "unanswered", "late", "pending", "timeout", "busy", "draining", "refused", "gone"]),
+    max_size=12,
 )
 
 
@@ -204,7 +210,7 @@ def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str]
     assert server.history == ids
 
 
-@pytest.mark.parametrize("fault", ["lost", "unanswered", "draining"])
+@pytest.mark.parametrize("fault", ["lost", "unanswered", "draining", "pending"])
 def test_a_broken_connection_is_survived(fault: str) -> None:
     server = Server([fault])
     assert append(server, [1, 2, 3], Tail()) == 3

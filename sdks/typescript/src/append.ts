@@ -16,6 +16,7 @@ import {
   DeadlineExceeded,
   HistoryBehindClient,
   HistoryLengthMismatch,
+  JournalAway,
   KakeyaError,
   ProtocolError,
   ServerError,
@@ -181,7 +182,7 @@ export class Append {
           request = appendRequest(this.#sessionId, chunk, this.#length);
           continue;
         }
-        // Anything else is a refusal, which changed nothing.
+        // Anything else is a refusal, which changed nothing unless it says otherwise.
         isInDoubt ||= isFateOpen(error);
         this.#tail.hasOpenAppend = this.#isOpen || isInDoubt;
         const seconds = patience.waitSeconds(attempts, error);
@@ -268,6 +269,7 @@ export class Append {
 
 /** After these the client does not know whether the request took effect. */
 function isFateOpen(error: KakeyaError): boolean {
+  if (error instanceof JournalAway) return error.isPending;
   const kinds = [TransportError, DeadlineExceeded, ServerError, StateError];
   return error.wasSent && kinds.some((kind) => error instanceof kind);
 }

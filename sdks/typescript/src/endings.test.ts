@@ -5,7 +5,7 @@ import { Code, ConnectError } from "@connectrpc/connect";
 import { afterEach, expect, test } from "vitest";
 
 import { failure } from "../testing/moves.js";
-import { draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
+import { away, draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
 import { ErrorInfoSchema } from "./generated/google/rpc/error_details_pb.js";
 import type { ForkSessionRequest, GenerateRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import * as kakeya from "./index.js";
@@ -225,9 +225,12 @@ test("an append that a drain refused has appended nothing, and says so", async (
   server = await scripted({});
 });
 
-/** A server's history, and what becomes of each append: it is lost, it arrives unanswered, or its answer comes. */
+/**
+ * A server's history, and what becomes of each append: it is lost, it arrives unanswered or is not safe yet, or its answer
+ * comes.
+ */
 function history(
-  fates: ("answered" | "lost" | "unanswered" | "gone")[],
+  fates: ("answered" | "lost" | "unanswered" | "pending" | "gone")[],
   options: { knowsIds: boolean; ids?: number },
 ): Script {
   const known = new Map<string, bigint>();
@@ -248,13 +251,14 @@ function history(
         length += BigInt(tokenIds.length);
         known.set(id, length);
         if (fate === "unanswered") server.cut();
+        if (fate === "pending") throw away(true);
       }
       return { historyLength: length };
     },
   };
 }
 
-test.each(["lost", "unanswered"] as const)(
+test.each(["lost", "unanswered", "pending"] as const)(
   "an append that was %s goes where it belongs, whatever the length",
   async (fate) => {
     const session = await (await serve(history([fate], { knowsIds: true, ids: 2 }))).createSession();

@@ -11,7 +11,8 @@
  *     │   ├── StateError              a client, session or stream used out of order
  *     │   └── InvalidMessages, TemplateError, TokenizerError     from @kakeya/runtime/tokenization
  *     ├── RetryableError              wait (`retryAfterSeconds`) and try again
- *     │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled, JournalFull
+ *     │   ├── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled
+ *     │   └── JournalFull, JournalAway
  *     ├── ServerError                 the server's fault
  *     │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
  *     │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
@@ -230,6 +231,18 @@ export class OutOfMemory extends RetryableError {}
  */
 export class JournalFull extends RetryableError {}
 
+/**
+ * What the server keeps sessions in cannot be reached for now; nothing that it had answered is lost.
+ *
+ * `isPending`: whether this call counts is open until then, and the same call again does nothing twice; else it changed
+ * nothing.
+ */
+export class JournalAway extends RetryableError {
+  get isPending(): boolean {
+    return this.metadata["pending"] === "true";
+  }
+}
+
 /** The server is at fault. */
 export class ServerError extends KakeyaError {}
 
@@ -348,6 +361,7 @@ const NAMES = new Map<unknown, string>(
     EngineStalled,
     OutOfMemory,
     JournalFull,
+    JournalAway,
     ServerError,
     InvariantViolated,
     NonFiniteLogits,

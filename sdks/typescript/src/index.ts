@@ -32,6 +32,7 @@ export {
   InvalidMessages,
   InvalidTokenIds,
   InvariantViolated,
+  JournalAway,
   JournalFull,
   KakeyaError,
   ModelMismatch,

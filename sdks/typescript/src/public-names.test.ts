@@ -8,7 +8,7 @@ import * as kakeya from "./index.js";
 
 const VALUES = `
 AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining EngineStalled
-GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit JournalFull ModelMismatch
+GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit JournalAway JournalFull ModelMismatch
 InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
 OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused RestorationFailed RetryableError ServerError
 Session SessionBusy SessionClosed SessionEvicted SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError

@@ -37,6 +37,7 @@ export const CLASS_BY_REASON: Readonly<Record<string, ErrorClass>> = {
   DRAINING: errors.Draining,
   ENGINE_STALLED: errors.EngineStalled,
   JOURNAL_FULL: errors.JournalFull,
+  JOURNAL_AWAY: errors.JournalAway,
   OUT_OF_MEMORY: errors.OutOfMemory,
   INV1: errors.InvariantViolated,
   INV2: errors.InvariantViolated,

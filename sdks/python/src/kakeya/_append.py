@@ -21,6 +21,7 @@ from kakeya._errors import (
     DeadlineExceeded,
     HistoryBehindClient,
     HistoryLengthMismatch,
+    JournalAway,
     KakeyaError,
     ProtocolError,
     ServerError,
@@ -148,7 +149,8 @@ class Append:
                 continue
             except (TransportError, DeadlineExceeded, ServerError, StateError) as error:
                 is_in_doubt, failure = is_in_doubt or error._was_sent, error
-            except KakeyaError as error:  # refused: this attempt changed nothing
+            except KakeyaError as error:  # refused: this attempt changed nothing, unless it says otherwise
+                is_in_doubt |= isinstance(error, JournalAway) and error.is_pending
                 failure = error
             else:
                 patience.answered()

@@ -12,7 +12,7 @@
     │   ├── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
     │   └── InvalidTool, ToolFormatUnknown, ToolCallError      from kakeya.tools
     ├── RetryableError              wait (`retry_after_seconds`) and try again
-    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, Draining, EngineStalled
+    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, JournalAway, Draining, EngineStalled
     ├── ServerError                 an error in the server
     │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
@@ -275,6 +275,18 @@ class JournalFull(RetryableError):
 
     Sessions can be read, and closed: that makes room for others.
     """
+
+
+class JournalAway(RetryableError):
+    """What the server keeps sessions in cannot be reached for now; nothing that it had answered is lost.
+
+    `is_pending`: whether this call counts is open until then, and the same call again does nothing twice; else it
+    changed nothing.
+    """
+
+    @property
+    def is_pending(self) -> bool:
+        return self.metadata.get("pending") == "true"
 
 
 class ServerError(KakeyaError):

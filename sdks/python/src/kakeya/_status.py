@@ -58,6 +58,7 @@ _BY_REASON: dict[str, type[errors.KakeyaError]] = {
     "DRAINING": errors.Draining,
     "ENGINE_STALLED": errors.EngineStalled,
     "JOURNAL_FULL": errors.JournalFull,
+    "JOURNAL_AWAY": errors.JournalAway,
     "OUT_OF_MEMORY": errors.OutOfMemory,
     "INV1": errors.InvariantViolated,
     "INV2": errors.InvariantViolated,
