@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -25,7 +26,7 @@ _GENERATED = np.uint8(Mark.GENERATED)
 
 
 class Recall:
-    """Brings sessions back one at a time, so that what was read is not older than what is in memory."""
+    """Brings sessions back, side by side; each once, so that what was read is not older than what is in memory."""
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class Recall:
         self._calls = calls
         self._generates = generates
         self._metrics = metrics
-        self._lock = threading.Lock()
+        self._coming: set[str] = set()  # sessions that are being brought back
+        self._has_come = threading.Condition()
 
     def is_needed(self, session_id: str, owner: str, request_id: bytes) -> bool:
         """May the journal have something that the call needs and that is not in memory?"""
@@ -58,13 +60,26 @@ class Recall:
         if not self._journal.keeps:
             return
         if session_id:
-            with self._lock:
+            with self._alone(session_id):
                 if not self._store.is_resident(session_id):
                     self._restore(session_id, owner, to_close=to_close)
         if request_id:  # waits for what the owner has recorded, so that no session of others waits for that
             replies = self._journal.replies_to(owner, request_id)
             with self._store.locked():
                 self._calls.restore(replies)
+
+    @contextmanager
+    def _alone(self, session_id: str) -> Iterator[None]:
+        """Within, nothing else brings the session back."""
+        with self._has_come:
+            self._has_come.wait_for(lambda: session_id not in self._coming)
+            self._coming.add(session_id)
+        try:
+            yield
+        finally:
+            with self._has_come:
+                self._coming.remove(session_id)
+                self._has_come.notify_all()
 
     def _restore(self, session_id: str, owner: str, *, to_close: bool) -> None:
         began, outcome = time.perf_counter(), "refused"

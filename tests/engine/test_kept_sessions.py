@@ -1,6 +1,7 @@
 """Sessions that outlive the engine: all that was sent is there again, once, and goes on as if nothing had been."""
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Event as ThreadEvent
@@ -412,3 +413,33 @@ def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(
         on_the_engines_thread(engine)
         with pytest.raises(SessionNotFound):
             engine.session_info(session_id)
+
+
+def test_sessions_are_brought_back_side_by_side_and_each_once(tmp_path: Path) -> None:
+    with keeping(tmp_path) as engine:
+        sessions = [opened(engine) for _ in range(3)]
+    slow, asked, may_go = sessions[0], list[str](), ThreadEvent()
+
+    class Slow(SQLiteJournal):
+        """Where one session's records take long to come."""
+
+        def load(self, session_id: str, owner: str) -> SessionKept | None:
+            asked.append(session_id)
+            if session_id == slow:
+                assert may_go.wait(30)
+            return super().load(session_id, owner)
+
+    journal = Slow(tmp_path, Durability.PROCESS, weights=WEIGHTS, metrics=EngineMetrics())
+    with scripted_engine(journal=journal, state_dir=str(tmp_path)) as engine, ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(engine.recall, slow) for _ in range(2)]
+        try:
+            for other in sessions[1:]:
+                threads.submit(engine.recall, other).result(30)
+                assert not engine.is_elsewhere(other)
+            assert engine.is_elsewhere(slow)
+        finally:
+            may_go.set()
+        for one in waiting:
+            one.result(30)
+        assert sorted(asked) == sorted(sessions), "each is read once"
+        assert engine.read_history(slow).token_ids.tolist() == PROMPT
