@@ -64,32 +64,15 @@ class Parts:
     end_ids: tuple[int, ...] = ()  # end a turn by the model's files: `server/http/turn_ends.py` finds them
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
-        """Raises ConfigError or BackendError for what is not available, or a `state_dir` that cannot be used."""
+        """Raises ConfigError or BackendError for what is not available, or a `journal` that cannot be used."""
         from inference_engine.engine import Engine
         from inference_engine.metrics import EngineMetrics
+        from inference_engine.session.journals import open_journal
 
-        if config.kept is Durability.NONE:
-            return Engine(
-                self.forward,
-                config,
-                latent=self.latent,
-                components=self.components,
-                drafter=self.drafter,
-                end_ids=self.end_ids,
-                read_tokens=self.read_tokens,
-                tracing=tracing,
-            )
-        from inference_engine.session.sqlite_journal import SQLiteJournal
-
-        weights, codec = self.digests()
+        # They are read from the files where sessions outlive the process, and else not needed.
+        weights, codec = ("", "") if config.kept is Durability.NONE else self.digests()
         metrics = EngineMetrics()
-        journal = SQLiteJournal(
-            in_full(config.state_dir),
-            config.kept,
-            weights=weights,
-            metrics=metrics,
-            keep_seconds=config.session_keep_seconds,
-        )
+        journal = open_journal(config, weights=weights, metrics=metrics)
         try:
             return Engine(
                 self.forward,

@@ -135,7 +135,9 @@ class EngineConfig:
     max_generate_tokens: int = 32_768
     session_idle_ttl_seconds: float = 1800.0
     session_evictable_seconds: float = 60.0
-    state_dir: str = ""  # the folder that sessions are kept in, of this server and model alone; "": they are not kept
+    # What sessions are kept in, of this server and model alone, as KIND:PLACE, such as sqlite:FOLDER; "": nothing
+    journal: str = ""
+    state_dir: str = ""  # FOLDER is short for journal=sqlite:FOLDER
     # What a history survives: "none"; "process": the process, however it ends; "power": a loss of power, too; "auto":
     # power with a state_dir, else none
     durability: str = "auto"
@@ -203,13 +205,10 @@ class EngineConfig:
             raise ConfigError(f"growth must be auto, best_effort or guaranteed, got {self.growth!r}")
         if self.durability not in ("auto", "none", "process", "power"):
             raise ConfigError(f"durability must be auto, none, process or power, got {self.durability!r}")
-        if self.durability in ("process", "power") and not self.state_dir:
-            raise ConfigError(f"durability={self.durability} needs a state_dir to keep sessions in")
-        if self.durability == "none" and self.state_dir:
-            raise ConfigError("durability=none keeps no sessions: leave state_dir empty, or choose process or power")
+        self._check_journal()
         if self.hibernate not in ("auto", "always", "never"):
             raise ConfigError(f"hibernate must be auto, always or never, got {self.hibernate!r}")
-        if not self.state_dir:
+        if not self.journal_place:
             self._refuse_settings_of_kept_sessions()
         if self.segment_tokens < self.page_tokens or self.segment_tokens % self.page_tokens:
             raise ConfigError(
@@ -219,6 +218,23 @@ class EngineConfig:
             raise ConfigError(
                 f"step_tokens must be 0 or hold a segment ({self.segment_tokens} tokens), got {self.step_tokens}"
             )
+
+    def _check_journal(self) -> None:
+        if self.journal and self.state_dir:
+            raise ConfigError("journal and state_dir are both set: state_dir=FOLDER is short for journal=sqlite:FOLDER")
+        kind, colon, place = self.journal.partition(":")
+        if self.journal and not (kind and colon and place):
+            raise ConfigError("journal must be KIND:PLACE, such as sqlite:FOLDER; state_dir takes a folder alone")
+        if self.durability in ("process", "power") and not self.journal_place:
+            raise ConfigError(f"durability={self.durability} needs a state_dir to keep sessions in")
+        if self.durability == "none" and self.journal_place:
+            given = "journal" if self.journal else "state_dir"
+            raise ConfigError(f"durability=none keeps no sessions: leave {given} empty, or choose process or power")
+
+    @property
+    def journal_place(self) -> str:
+        """What sessions are kept in, as KIND:PLACE; "": nothing."""
+        return self.journal or (f"sqlite:{self.state_dir}" if self.state_dir else "")
 
     def _refuse_settings_of_kept_sessions(self) -> None:
         """What was asked for and cannot be would be noticed only when a session is lost."""
@@ -235,7 +251,7 @@ class EngineConfig:
     def kept(self) -> Durability:
         """What sessions survive, `auto` resolved."""
         if self.durability == "auto":
-            return Durability.POWER if self.state_dir else Durability.NONE
+            return Durability.POWER if self.journal_place else Durability.NONE
         return Durability(self.durability)
 
 

@@ -84,7 +84,9 @@ def run(model: ModelConfig, engine: EngineConfig, tokenizer: Any, *, max_tokens:
         with process.progress().status(f"starting a server with {model.model}"):
             # In a stack of their own: the last one ends after the client, whichever was started when.
             servers = Servers(
-                stack.enter_context(ExitStack()), model, replace(engine, state_dir=folder, share_prefixes="off")
+                stack.enter_context(ExitStack()),
+                model,
+                replace(engine, journal="", state_dir=folder, share_prefixes="off"),
             )
             target = servers.wait_ready()
         client = stack.enter_context(Client(target))

@@ -77,10 +77,11 @@ HELP = {
         "SIZE",
         "host memory for K/V off the device; 0: a quarter of what is free, or on a CPU none",
     ),
-    "state_dir": (
-        "FOLDER",
-        "where sessions are kept when the server ends, of this model alone; empty: they end with it",
+    "journal": (
+        "KIND:PLACE",
+        "what sessions are kept in when the server ends, of this model alone: sqlite:FOLDER; empty: they end with it",
     ),
+    "state_dir": ("FOLDER", "short for --journal sqlite:FOLDER"),
     "durability": (
         "MODE",
         "what a history survives: none, process (a kill), power (a loss of power), auto: power with a state_dir",

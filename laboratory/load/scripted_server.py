@@ -25,7 +25,8 @@ from inference_engine.engine import Engine
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.http.chat_text import load_chat_text
 from inference_engine.server.run import ServerHandle, serve
-from inference_engine.types import Durability, TokenBytes
+from inference_engine.session.journals import open_journal
+from inference_engine.types import TokenBytes
 from laboratory.scripted import Script, ScriptedForward, ScriptedModel
 
 # Small, and on one core: what stands in for a device shall leave the processor to what is measured.
@@ -49,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     script = Script(step_seconds=args.step_seconds, token_seconds=args.token_seconds)
     forward = ScriptedForward(ScriptedModel(vocab_size=VOCABULARY), script)
     config, metrics = settings(args, EngineConfig), EngineMetrics()
-    journal = None
-    if config.kept is not Durability.NONE:
-        from inference_engine.session.sqlite_journal import SQLiteJournal
-
-        journal = SQLiteJournal(Path(config.state_dir), config.kept, weights=WEIGHTS, metrics=metrics)
+    journal = open_journal(config, weights=WEIGHTS, metrics=metrics)
     chat = load_chat_text(Path(args.tokenizer), name=args.tokenizer) if args.tokenizer else None
     # Ids stand for bytes, as far as there are any, so that output can be constrained.
     tokens = TokenBytes(
