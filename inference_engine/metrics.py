@@ -45,7 +45,7 @@ INVARIANTS = ("inv1", "inv2", "inv3")
 PORTS = ("grpc", "http", "metrics")
 SESSION_STATES = ("idle", "dropped", "appending", "queued", "prefilling", "decoding", "failed")
 # Kinds of a session's bytes, as in `SessionKV.footprint`.
-KV_KINDS = ("entries", "sink_copy", "bounds", "components", "fetched", "archive", "restored", "draft")
+KV_KINDS = ("entries", "sink_copy", "bounds", "components", "fetched", "archive", "restored", "states", "draft")
 # Parts of a step's time, in order. `plan`, `draft` and `settle` are not the model's.
 STEP_PARTS = ("plan", "draft", "forward", "sample", "settle")
 

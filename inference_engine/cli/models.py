@@ -158,17 +158,22 @@ def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
 
 
 def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verified: bool) -> list[tuple[str, str]]:
+    from inference_engine.models.seam import has_attention, has_state, layer_types
+
     config: Any = read_config(checked)
     text = config.get_text_config()
     heads = text.num_attention_heads
     layers = text.num_hidden_layers
-    kinds: list[str] = list(getattr(text, "layer_types", None) or ["full_attention"] * layers)
+    kinds = layer_types(text)
     windowed = kinds.count("sliding_attention")
     reading = getattr(text, "num_kv_shared_layers", 0)
-    kept = [_kept(own) for own in text.per_layer_config[: layers - reading]]
+    keeping = [own for own, kind in zip(text.per_layer_config, kinds, strict=False) if has_attention(kind)]
+    kept = [_kept(own) for own in keeping[: len(keeping) - reading]]
     entry_values = sum(count for count, _ in kept)
     keep = dict.fromkeys(said for _, said in kept)
     depth = f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)
+    if stateful := sum(map(has_state, kinds)):
+        depth += f", {stateful} keep a recurrent state and {len(keeping)} K and V"
 
     facts = [
         ("model", checked.model_id),

@@ -48,6 +48,7 @@ from inference_engine.engine.warm_up import done_on, warm_up
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionNotFound
 from inference_engine.kernels.components import ModelComponents, components_digest
 from inference_engine.kv.context import TokenCodec
+from inference_engine.kv.parts.recurrent import RecurrentStates
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, bound_of
 from inference_engine.metrics import EngineMetrics
@@ -601,6 +602,7 @@ class Engine:
             kv_capacity_bytes=self._context.pool.capacity_bytes,
             kv_reserved_bytes=self._context.pool.reserved_bytes,
             prefix_capacity_bytes=self._store.kept_prefixes.most_bytes,
+            recurrent_state_bytes=RecurrentStates.bytes_of(self._context.geometry),
             tier_capacity_bytes=tier.capacity_bytes,
             tier_reserved_bytes=tier.reserved_bytes,
             drafter=self._drafter.name,

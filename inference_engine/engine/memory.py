@@ -164,6 +164,7 @@ def open_snapshots(
         "model": [facts.dtype, facts.backend, facts.numerics, forward.device.type],
         "kv": [str(context.pool.memory.dtype)],
         "layers": hashlib.sha256(repr(geometry.layers).encode()).hexdigest(),
+        **({"states": hashlib.sha256(repr(geometry.states).encode()).hexdigest()} if geometry.states else {}),
         "mode": "batched" if geometry.key_quantum == 1 else "fixed-shape",
         "page_tokens": geometry.page_tokens,
         "segment_tokens": geometry.segment_tokens,

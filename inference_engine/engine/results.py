@@ -255,6 +255,7 @@ class EngineInfo:
     kv_capacity_bytes: int
     kv_reserved_bytes: int
     prefix_capacity_bytes: int
+    recurrent_state_bytes: int  # of a session, whatever its strategy; part of its bound
     tier_capacity_bytes: int
     tier_reserved_bytes: int
     drafter: str  # "": there is none

@@ -6,7 +6,8 @@ tensors decide, against what is written beside them:
     the head        `lm_head` is the embedding only if the file has no other numbers for it, whatever
                     tie_word_embeddings says. transformers decides so, too, since version 5
     quantisation    what is not stored in the layout that quantization_config names is read as it is stored
-    other parts     what sees or hears is left out where the class does without it: then it need not be whole
+    other parts     what sees or hears is left out where the class does without it: then it need not be whole. So are
+                    layers that predict later tokens (`mtp.*`), in every family
     shards          a tensor is in the shard that has it, whatever the index says; one file of weights is read if an
                     index beside it lacks shards
 
@@ -44,14 +45,15 @@ from inference_engine.models.quantised_layout import KEY as QUANTIZATION
 from inference_engine.models.quantised_layout import layout_in
 from inference_engine.models.verified import look_of
 
+_LATER_TOKENS = "mtp."
 _TIED = "tie_word_embeddings"
 _STEP_BYTES = 2**24
 _FLOATS = ("F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
 # Types of models that do without these parts, by their keys, and how the names of the parts' tensors begin.
-_LEAVES_OUT = ("gemma4", "gemma4_unified")
+_LEAVES_OUT = ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
 _PARTS = {
-    "vision_config": ("model.vision_tower.", "model.embed_vision."),
+    "vision_config": ("model.vision_tower.", "model.embed_vision.", "model.visual."),
     "audio_config": ("model.audio_tower.", "model.embed_audio."),
 }
 
@@ -96,6 +98,8 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
     if left_out:
         count = sum(name.startswith(begin) for name in tensors.names())
         notes.append(f"served as a model of text: {in_a_line([*left_out])}, with {count} tensors, are not loaded")
+    if count := sum(name.startswith(_LATER_TOKENS) for name in tensors.names()):
+        notes.append(f"layers that predict later tokens, with {count} tensors ({_LATER_TOKENS}*), are not loaded")
     if _has_own_head(tensors):
         text = content.get("text_config")
         is_tied = any(one.get(_TIED) for one in (content, text) if isinstance(one, dict))
@@ -119,7 +123,7 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
             notes.append(f"{INDEX} is not read: {WEIGHTS} is there, and not all shards of the index are")
     else:
         notes += _misplaced(folder, tensors)
-    return Configuration(content=content, notes=tuple(notes), left_out=begin)
+    return Configuration(content=content, notes=tuple(notes), left_out=(*begin, _LATER_TOKENS))
 
 
 def _of_text(content: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]]]:

@@ -287,9 +287,7 @@ class Seam:
         attentions = _attention_modules(model, kinds)
         absorb_projections(model)
         self._blocks = _blocks(model, kinds, attentions)
-        mixers = take_mixers(
-            model, config, [number for number, kind in enumerate(kinds) if _has_state(kind)], self._now
-        )
+        mixers = take_mixers(model, config, [number for number, kind in enumerate(kinds) if has_state(kind)], self._now)
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(each, "sinks", None) is not None for each in attentions.values())
         specs = _read_layers(config, attentions, mixers, traits)
@@ -446,7 +444,7 @@ def _attention_modules(model: PreTrainedModel, kinds: Sequence[str]) -> dict[int
         and any(hasattr(module, name) for name in ("q_proj", "q_b_proj", "qkv_proj", "query_key_value"))
         and not is_mixer(module)
     }
-    wanted = [number for number, kind in enumerate(kinds) if _has_attention(kind)]
+    wanted = [number for number, kind in enumerate(kinds) if has_attention(kind)]
     name = type(model).__name__
     if others := [number for number in sorted(found) if number not in wanted]:
         raise ModelError(
@@ -518,9 +516,9 @@ def check_config(config: PretrainedConfig) -> None:
         )
     if len(types) != config.num_hidden_layers:
         raise ModelError(f"{name!r}: layer_types names {len(types)} layers, the model has {config.num_hidden_layers}")
-    if not any(map(_has_attention, types)):
+    if not any(map(has_attention, types)):
         raise ModelError(f"{name!r} has no layer with attention; models with some can be served")
-    if any(map(_has_state, types)):
+    if any(map(has_state, types)):
         _check_states(config)
     for index, own in enumerate(config.per_layer_config):
         heads, kv_heads = own.num_attention_heads, getattr(own, "num_key_value_heads", None) or own.num_attention_heads
@@ -586,11 +584,12 @@ def _check_experts(config: PretrainedConfig) -> None:
         raise ModelError(f"{config.model_type!r}: num_experts_per_tok is {chosen}, of {in_groups} experts")
 
 
-def _has_attention(kind: str) -> bool:
+def has_attention(kind: str) -> bool:
+    """kind: of a layer, as `layer_types` has it."""
     return kind in _ATTENTION_TYPES | _BOTH_TYPES
 
 
-def _has_state(kind: str) -> bool:
+def has_state(kind: str) -> bool:
     return kind in _STATE_TYPES | _BOTH_TYPES
 
 

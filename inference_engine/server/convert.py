@@ -461,6 +461,7 @@ def server_info_to_wire(
         shares_prefixes=info.config.share_prefixes == "owner",
         prefix_capacity_bytes=info.prefix_capacity_bytes,
         prefix_bytes=prefix_bytes,
+        recurrent_state_bytes=info.recurrent_state_bytes,
         backend=info.facts.backend,
         numerics=info.facts.numerics,
         history_tokens_per_session=info.config.history_tokens_per_session,

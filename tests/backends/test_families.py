@@ -95,6 +95,17 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, **LATENT},
     "deepseek_v3": LATENT,
+    "qwen3_5": {  # the same
+        "text_config": {**SIZES, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+        },
+    },
     "gpt_oss": {"head_dim": 16, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Of families that are alike the first; the others are further cases.
@@ -168,8 +179,13 @@ def test_parts_that_are_left_out_need_not_be_whole_and_are_named(tmp_path: Path)
     (note,) = remarks(find_model(str(folder), cache=model.cache_path))
     assert "served as a model of text: vision_config, audio_config, with " in note
     assert isinstance(open_backend(model), TorchForward)
-    save_file({**text_alone, "mtp.norm.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 unexpected keys, first mtp\.norm\.weight"):
+    later = {"mtp.fc.weight": torch.ones(4), "mtp.norm.weight": torch.ones(4)}
+    save_file({**text_alone, **later}, folder / "model.safetensors", {"format": "pt"})
+    _, other_note = remarks(find_model(str(folder), cache=model.cache_path))
+    assert "layers that predict later tokens, with 2 tensors" in other_note
+    assert isinstance(open_backend(model), TorchForward)
+    save_file({**text_alone, "model.strange.weight": torch.ones(4)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 unexpected keys, first model\.strange\.weight"):
         open_backend(model)
 
 

@@ -240,6 +240,8 @@ export interface ServerInfo {
   readonly prefixCapacityBytes: number;
   /** Kept of your own. */
   readonly prefixBytes: number;
+  /** Of a session, whatever its strategy and its length; part of its sustained bytes. */
+  readonly recurrentStateBytes: number;
 }
 
 /** @internal */
@@ -435,5 +437,6 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     sharesPrefixes: reply.sharesPrefixes,
     prefixCapacityBytes: exact(reply.prefixCapacityBytes, "prefix_capacity_bytes"),
     prefixBytes: exact(reply.prefixBytes, "prefix_bytes"),
+    recurrentStateBytes: exact(reply.recurrentStateBytes, "recurrent_state_bytes"),
   };
 }

@@ -209,6 +209,7 @@ class ServerInfo:
     shares_prefixes: bool = False  # what your sessions begin with is prefilled once; False: of forks alone
     prefix_capacity_bytes: int = 0  # of closed sessions' K/V, kept for new ones while no session needs the memory
     prefix_bytes: int = 0  # kept of your own
+    recurrent_state_bytes: int = 0  # of a session, whatever its strategy and its length; part of its sustained_bytes
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -296,4 +297,5 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         shares_prefixes=reply.shares_prefixes,
         prefix_capacity_bytes=reply.prefix_capacity_bytes,
         prefix_bytes=reply.prefix_bytes,
+        recurrent_state_bytes=reply.recurrent_state_bytes,
     )
