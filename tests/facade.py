@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from inference_engine.backends.base import Borrower, Forward, Result, Step, T
+from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.context import KVContext
@@ -244,11 +245,11 @@ def no_memory_for_histories() -> Iterator[None]:
 
 
 def in_mode(forward: Forward, mode: Mode) -> Forward:
-    """The same model, as if it had been loaded with the other `determinism`. MLX refuses it."""
+    """The same model, as if it had been loaded with the other `determinism`. MLX and recurrent states refuse it."""
     if mode is forward.facts.mode:
         return forward
-    if forward.facts.backend == "mlx":
-        pytest.skip("it is about fixed shapes, which MLX refuses")
+    if forward.facts.backend == "mlx" or (isinstance(forward, TorchForward) and forward.seam.states):
+        pytest.skip("it is about fixed shapes, which this refuses")
     others: dict[Mode, Forward] = vars(forward).setdefault("in_mode", {})
     if mode not in others:
         others[mode] = copy(forward)

@@ -11,7 +11,13 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from inference_engine.backends.base import Forward, Step
 from inference_engine.backends.op_list_executor import OpListExecutor
@@ -76,18 +82,52 @@ def tiny_config(*, windowed: bool = True) -> Qwen3Config:
     )
 
 
-def tiny_model(*, seed: int = 0, windowed: bool = True, attention: str = "eager") -> PreTrainedModel:
+def hybrid_config() -> GraniteMoeHybridConfig:
+    """As `tiny_config`, with recurrent states behind layers of the same numbers; no layer has a window of its own."""
+    linear, full = "linear_attention", "full_attention"
+    return GraniteMoeHybridConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
+        max_position_embeddings=TRAINED_POSITIONS,
+        position_embedding_type="rope",
+        layer_types=[full, full, full, linear],
+        initializer_range=0.3,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def tiny_model(
+    *, seed: int = 0, windowed: bool = True, is_hybrid: bool = False, attention: str = "eager"
+) -> PreTrainedModel:
     """The model as transformers runs it (`attention="eager"`), or ready for the seam."""
-    config = tiny_config(windowed=windowed)
+    config = hybrid_config() if is_hybrid else tiny_config(windowed=windowed)
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).eval()
+        return (GraniteMoeHybridForCausalLM if is_hybrid else Qwen3ForCausalLM)(config).eval()
 
 
 @lru_cache(maxsize=8)
 def tiny_forward(*, seed: int = 0, windowed: bool = True) -> TorchForward:
     return tiny_forward_on("cpu", seed=seed, windowed=windowed)
+
+
+@lru_cache(maxsize=8)
+def tiny_hybrid(*, seed: int = 0, windowed: bool = True) -> TorchForward:
+    """windowed: without effect."""
+    return tiny_forward_on("cpu", seed=seed, is_hybrid=True)
 
 
 def tiny_forward_on(
@@ -99,6 +139,7 @@ def tiny_forward_on(
     records_graphs: bool = False,
     is_listed: bool = False,
     is_invariant: bool = False,
+    is_hybrid: bool = False,
 ) -> TorchForward:
     """A model of its own, with what its device may have; see TorchForward. is_listed: steps are lists of operations.
 
@@ -106,7 +147,8 @@ def tiny_forward_on(
     """
     if is_invariant:
         ops = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
-    seam = Seam(tiny_model(seed=seed, windowed=windowed, attention=ATTENTION).to(torch.device(device)))
+    model = tiny_model(seed=seed, windowed=windowed, is_hybrid=is_hybrid, attention=ATTENTION)
+    seam = Seam(model.to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",
         vocab_size=VOCABULARY,
@@ -122,23 +164,27 @@ def tiny_forward_on(
 
 
 @lru_cache(maxsize=8)
-def tiny_latent(*, seed: int = 0, windowed: bool = True) -> LatentCodec:
+def tiny_latent(*, seed: int = 0, windowed: bool = True, is_hybrid: bool = False) -> LatentCodec:
     """A latent codec for TinyModel, calibrated on random ids, fine enough that restoring differs little from full."""
     tokens = torch.randint(0, VOCABULARY, (8, 256), generator=torch.Generator().manual_seed(1))
     return calibrate(
-        tiny_model(seed=seed, windowed=windowed),
+        tiny_model(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
         torch.split(tokens, 4),
-        layers=latent_layers(tiny_forward(seed=seed, windowed=windowed).geometry(**PAGES)),
+        layers=latent_layers(_forward(seed, windowed, is_hybrid).geometry(**PAGES)),
         bytes_per_token=LATENT_BYTES,
         group_layers=2,
     )
 
 
 @lru_cache(maxsize=8)
-def tiny_components(*, seed: int = 0, windowed: bool = True) -> ModelComponents:
+def tiny_components(*, seed: int = 0, windowed: bool = True, is_hybrid: bool = False) -> ModelComponents:
     """Components of TinyModel's keys, calibrated on random ids."""
     tokens = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(1))
-    return fit_components(tiny_forward(seed=seed, windowed=windowed), tokens)
+    return fit_components(_forward(seed, windowed, is_hybrid), tokens)
+
+
+def _forward(seed: int, windowed: bool, is_hybrid: bool) -> TorchForward:
+    return tiny_hybrid(seed=seed) if is_hybrid else tiny_forward(seed=seed, windowed=windowed)
 
 
 def tiny_engine(
@@ -158,9 +204,10 @@ def tiny_engine(
     forward = in_mode((make or tiny_forward)(seed=seed, windowed=windowed), mode)
     if on_step is not None:
         forward = WatchedForward(forward, on_step)
+    is_hybrid = bool(forward.geometry(**PAGES).states)
     extras: dict[str, Any] = {
-        "latent": tiny_latent(seed=seed, windowed=windowed),
-        "components": tiny_components(seed=seed, windowed=windowed),
+        "latent": tiny_latent(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
+        "components": tiny_components(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
     }
     extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}
     config = EngineConfig(**{**SMALL, **settings})

@@ -20,6 +20,7 @@ from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.native import library as native_library
 from inference_engine.native.library import KVType, Library, ProductIdentity
 from inference_engine.types import Mode, ModelFacts
+from tests import tiny
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward, tiny_model
 
 
@@ -84,6 +85,13 @@ EXECUTORS: dict[Mode, Callable[..., Forward]] = {
     Mode.BATCHED: tiny_forward if native_library.load() is None else tiny_native,
     Mode.FIXED_SHAPE: tiny_forward,
 }
+
+
+def run_on(make: Callable[..., Forward], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on engines of tests run there, in every mode."""
+    monkeypatch.setattr(tiny, "tiny_forward", make)
+    for mode in Mode:
+        monkeypatch.setitem(EXECUTORS, mode, make)
 
 
 def served_engine(*, mode: Mode = Mode.BATCHED, **settings: Any) -> Engine:

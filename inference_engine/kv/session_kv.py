@@ -32,7 +32,7 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.parts.recurrent import MOST_REJECTED, RecurrentStates
+from inference_engine.kv.parts.recurrent import MOST_REJECTED, PrefixStates, RecurrentStates
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
 from inference_engine.kv.strategy import (
     KVStrategy,
@@ -287,19 +287,40 @@ class SessionKV:
         to copy them.
 
         Entries are shared only if all of them stay in place unchanged and the order of summation is free. A short
-        history is copied: that is cheaper than reading one more piece. So is one with recurrent states, which have to
-        be where entries end. Nothing is borrowed yet.
+        history is copied: that is cheaper than reading one more piece. Where layers have recurrent states, a prefix
+        ends where these are: after all that is committed, or with a shared prefix. Nothing is borrowed yet.
         """
         geometry, until = self.context.geometry, min(at, self.length)
-        if not until or not self.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
+        if self.states is not None and until < self.length:
+            until = self.base if self.base <= until else 0
+        if not until or not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
         borrowed = tuple(prefix.until(until) for prefix in self._prefixes)
         lent = [prefix.pieces for prefix in borrowed] or [() for _ in self._plan.resident]
         if until - self.base < geometry.segment_tokens or len(lent[0]) == MOST_PIECES:
             return borrowed
+        states: PrefixStates | None = None
+        if self.states is not None and (states := self.states.lend()) is None:
+            return borrowed
         return tuple(
-            group.prefix_of((*pieces, group.piece(until))) for group, pieces in zip(self._resident, lent, strict=True)
+            group.prefix_of((*pieces, group.piece(until)), None if place else states)
+            for place, (group, pieces) in enumerate(zip(self._resident, lent, strict=True))
         )
+
+    def end_lending(self) -> None:
+        """Give back what no fork needs of what `share` took."""
+        if self.states is not None:
+            self.states.end_lending(self._lent_until)
+
+    @property
+    def _lent_until(self) -> int:
+        """To which position forks read entries of this session; 0: none does."""
+        return max([group.allocation.lent_until for group in self._resident if group.allocation.is_lent] or [0])
+
+    def take_prefix_states(self) -> None:
+        """Engine's thread, before the session that lends moves on or ends: copy the states at the prefix's end."""
+        if self._prefixes and (states := self._prefixes[0].states) is not None:
+            states.fill()
 
     def kept(self, at: int) -> int:
         """How many of the first `at` positions have the entries that they would have if the history ended there.
@@ -323,8 +344,7 @@ class SessionKV:
     def can_rewind(self, at: int) -> bool:
         """Can it go back to `at` where it is? Not before or within entries that lie in other sessions' memory, or that
         forks read: they could not be written anew. Called under the store's lock."""
-        lent_until = max([group.allocation.lent_until for group in self._resident if group.allocation.is_lent] or [0])
-        return at >= max(self.base, lent_until)
+        return at >= max(self.base, self._lent_until)
 
     def rewind(self, at: int) -> None:
         """While idle, and only if it can: the history ends at `at`. What it would not have is gone (`kept`)."""
@@ -366,7 +386,7 @@ class SessionKV:
     @property
     def borrowed(self) -> list[Allocation]:
         """The allocations of other sessions that this one reads."""
-        return [piece.allocation for prefix in self._prefixes for piece in prefix.pieces]
+        return [allocation for prefix in self._prefixes for allocation in prefix.allocations]
 
     def _reserve(self, plan: Placement) -> bool:
         context = self.context
@@ -387,7 +407,8 @@ class SessionKV:
             self.parts += (archived,)
             self._archived = (archived,)
         if context.geometry.states:
-            self.states = RecurrentStates.reserve(context, replays=plan.restorer.replays)
+            before = self._prefixes[0].states if self._prefixes else None
+            self.states = RecurrentStates.reserve(context, replays=plan.restorer.replays, prefix=before)
             if self.states is None:
                 return False
             self.parts += (self.states,)
@@ -517,6 +538,7 @@ class SessionKV:
         """
         assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
         length, self.coming = self.kept_of(other, at), 0
+        self.take_prefix_states()
         if length <= self.base or other.is_dropped:
             return
         for part, theirs in zip(self.parts, other.parts, strict=True):
@@ -598,6 +620,7 @@ class SessionKV:
             self.staged, self.staged_generated = 1, generated
             return
         self._end_quiet()
+        self.end_lending()
         assert self._is_active, "a session has to wake before it stages"
         room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)

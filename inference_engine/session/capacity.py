@@ -115,20 +115,25 @@ class Admission:
         if limit != limit_tokens:  # all of the second tier is reserved at once
             whole = bound_of(strategy, self._context, limit_tokens, base=base)
             needed = replace(needed, tier_bytes=whole.tier_bytes)
-        self._refuse_what_can_never_fit(needed)
 
         def demands() -> tuple[Demand, ...]:
             return demands_of(strategy, self._context, limit_tokens, base=base)
 
-        self._make_place(sessions, owner, needed, demands)
         kv: list[SessionKV] = []
-        self._make_room(
-            sessions,
-            needed,
-            owner,
-            lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, prefixes, tokens=tokens)),
-            demands,
-        )
+        try:
+            self._refuse_what_can_never_fit(needed)
+            self._make_place(sessions, owner, needed, demands)
+            self._make_room(
+                sessions,
+                needed,
+                owner,
+                lambda: kv.append(SessionKV(strategy, self._context, limit_tokens, prefixes, tokens=tokens)),
+                demands,
+            )
+        except BaseException:
+            if parent is not None:
+                parent.end_lending()
+            raise
         return kv[0]
 
     def shared(self, parent: SessionKV, kept_tokens: int) -> tuple[SharedPrefix, ...]:
@@ -167,7 +172,9 @@ class Admission:
             )
         except NoCapacity:
             kv.reserve(tokens)  # it has just given as much back
+            lender.end_lending()
             return False
+        session.kv.take_prefix_states()
         kv.release()  # the prefix that it had
         return True
 

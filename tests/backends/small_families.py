@@ -32,14 +32,14 @@ def own_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrain
 def forward_of(own: PreTrainedModel, admitted: Admitted) -> TorchForward:
     config = copy.deepcopy(own.config)
     config._attn_implementation = ATTENTION
-    taken = type(own)(config).eval()
+    taken = type(own)(config).to(own.dtype).eval()
     taken.load_state_dict(own.state_dict())
     facts = ModelFacts(
         model_id=config.model_type,
         vocab_size=VOCABULARY,
         trained_positions=TRAINED_POSITIONS,
         device="cpu",
-        dtype="float32",
+        dtype=str(own.dtype).removeprefix("torch."),
         refused_strategies=admitted.refused,
     )
     return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))

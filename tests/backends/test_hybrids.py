@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,13 +35,13 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.views import State
 from inference_engine.models.mixers import SessionMixer
-from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import Mode, ModelFacts
+from inference_engine.types import Mode
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.admissions import admitted_once
-from tests.facade import in_mode, session_of
+from tests.backends.small_families import continued, forward_of, ids_of, own_model
+from tests.facade import session_of
 from tests.further import further, further_test
-from tests.laws.variants import generate, text
+from tests.laws.variants import text
 from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -119,32 +120,8 @@ def config_of(family: str, **changes: Any) -> PretrainedConfig:
     return CONFIG_MAPPING[family.partition(" ")[0]](**{**FAMILIES[family], **changes})
 
 
-def own_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    config._attn_implementation = "eager"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = model_class(config)(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(dtype).eval()
-
-
-def forward_of(own: PreTrainedModel) -> TorchForward:
-    admitted = admitted_once(own.config)
-    config = copy.deepcopy(own.config)
-    config._attn_implementation = ATTENTION
-    taken = type(own)(config).to(own.dtype).eval()
-    taken.load_state_dict(own.state_dict())
-    facts = ModelFacts(
-        model_id="hybrid",
-        vocab_size=VOCABULARY,
-        trained_positions=TRAINED_POSITIONS,
-        device="cpu",
-        dtype=str(own.dtype).removeprefix("torch."),
-        refused_strategies=admitted.refused,
-    )
-    return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))
+def own_of(config: PretrainedConfig) -> PreTrainedModel:
+    return own_model(model_class(config), config)
 
 
 _SERVED: dict[str, tuple[PreTrainedModel, TorchForward]] = {}
@@ -152,27 +129,9 @@ _SERVED: dict[str, tuple[PreTrainedModel, TorchForward]] = {}
 
 def served(family: str) -> tuple[PreTrainedModel, TorchForward]:
     if family not in _SERVED:
-        own = own_model(config_of(family))
-        _SERVED[family] = own, forward_of(own)
+        own = own_of(config_of(family))
+        _SERVED[family] = own, forward_of(own, admitted_once(own.config))
     return _SERVED[family]
-
-
-def continued(own: PreTrainedModel, history: Sequence[int], count: int) -> list[int]:
-    prompt = torch.tensor([list(history)])
-    out = own.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    found: list[int] = out[0, len(history) :].tolist()
-    return found
-
-
-def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
-    return [token for token, _ in generate(engine, session, count)]
 
 
 HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
@@ -241,7 +200,7 @@ def test_sessions_in_a_batch_their_forks_and_second_turns_continue_as_transforme
         for session, history in zip(sessions, HISTORIES, strict=True):
             engine.append(session, history)
         with ThreadPoolExecutor(len(sessions)) as pool:
-            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
+            got = list(pool.map(lambda session: ids_of(engine, session, COUNT), sessions))
         assert got == [continued(own, history, COUNT) for history in HISTORIES]
         fork = engine.fork_session(sessions[0])
         assert fork.prefill_tokens == 1
@@ -276,9 +235,9 @@ def test_every_strategy_is_admitted_serves_it_and_stays_within_its_bound(family:
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
 def test_in_bfloat16_it_is_no_farther_from_float32_than_transformers(family: str) -> None:
     """KL divergence of next tokens to float32, in chunks and token by token as a session decodes."""
-    exact = own_model(config_of(family))
+    exact, _ = served(family)
     own = copy.deepcopy(exact).to(torch.bfloat16)
-    forward = forward_of(own)
+    forward = forward_of(own, admitted_once(own.config))
     ours: list[float] = []
     theirs: list[float] = []
     for seed in range(4):
@@ -366,20 +325,85 @@ def test_the_states_of_a_prefill_in_segments_are_those_of_a_whole_one_to_the_bit
     assert are_equal(run(40, 8), cut) and are_equal(run(16, 24, 8, 16), cut)
 
 
-def test_two_sessions_and_a_fork_share_no_state() -> None:
+def test_a_fork_reads_the_entries_of_its_parent_and_has_a_state_of_its_own() -> None:
     own, forward = served("qwen3_5_text")
-    sessions, ids = Sessions(forward), text(60)
+    sessions, ids = Sessions(forward), text(80)
+    other = [*ids[:40], *text(40, seed=5)]
+    expected, expected_of_fork = whole(own, ids), whole(own, other)
     parent = sessions.open()
     sessions.feed(parent, ids[:40], 40)
-    assert not parent.share(40)  # a prefix would have no state at its end
-    fork = sessions.open()
-    fork.copy_from(parent, 40)
+    before = sessions.context.pool.reserved_bytes
+    prefixes = parent.share(40)
+    fork = SessionKV(Full(), sessions.context, 256, prefixes)
+    fork.copy_from(parent, 40)  # as the engine's thread does before the parent goes on
+    assert (fork.base, fork.length) == (40, 40) and fork.shared_bytes
+    assert parent.share(40)[0].states is prefixes[0].states  # one copy for all forks there
+    assert difference(sessions.feed(parent, ids[40:60]), expected[40:60]) < ROUNDING
+    assert difference(sessions.feed(fork, other[40:60]), expected_of_fork[40:60]) < ROUNDING
+    # Both go back to where the prefix ends, whatever made them forget the rest.
+    fork.drop()
+    fork.reserve()
+    parent.forget()
+    assert fork.length == parent.length == 40
+    assert difference(sessions.feed(fork, other[40:60]), expected_of_fork[40:60]) < ROUNDING
+    assert difference(sessions.feed(parent, ids[40:60]), expected[40:60]) < ROUNDING
+    # A fork of the fork at that end needs no copy; behind it, the parent's state has gone on.
+    assert fork.share(40)[0].states is prefixes[0].states
+    assert (parent.kept(40), parent.kept(50), parent.kept(60)) == (40, 0, 60)
+    assert not parent.share(50)
+    parent.release()
+    assert difference(sessions.feed(fork, other[60:]), expected_of_fork[60:]) < ROUNDING
+    fork.release()
+    assert sessions.context.pool.reserved_bytes < before and not sessions.context.pool.reserved_bytes
+
+
+def test_a_copy_has_a_state_of_its_own_and_none_of_a_parent_that_has_gone_on() -> None:
+    own, forward = served("qwen3_5_text")
+    sessions, ids = Sessions(forward), text(60)
     other = [*ids[:40], *text(20, seed=5)]
+    parent, copied, late = (sessions.open() for _ in range(3))
+    sessions.feed(parent, ids[:40], 40)
+    copied.copy_from(parent, 40)
     assert difference(sessions.feed(parent, ids[40:]), whole(own, ids)[40:]) < ROUNDING
-    assert difference(sessions.feed(fork, other[40:]), whole(own, other)[40:]) < ROUNDING
-    late = sessions.open()
-    late.copy_from(parent, 40)  # the parent has gone on: it has the entries, and not the state
+    assert difference(sessions.feed(copied, other[40:]), whole(own, other)[40:]) < ROUNDING
+    late.copy_from(parent, 40)  # which has the entries, and no state after 40 tokens
     assert (parent.kept(40), parent.kept(60), late.length) == (0, 60, 0)
+
+
+def test_sessions_that_begin_alike_take_what_another_has_there_where_its_state_is() -> None:
+    own, forward = served("qwen3_5_text")
+    common, ends = text(96, seed=7), [text(30, seed=seed) for seed in range(4)]
+    with Engine(forward, EngineConfig(**{**SMALL, "share_prefixes": "owner"})) as engine:
+        taken = engine.metrics.shared_prefix_tokens._value
+        sessions = [engine.create_session().session_id for _ in ends[:3]]
+        for session, end in zip(sessions, ends, strict=False):
+            engine.append(session, [*common, *end])
+        with ThreadPoolExecutor(len(sessions)) as pool:  # the first prefills the beginning, and the others wait for it
+            got = list(pool.map(lambda session: ids_of(engine, session, 8), sessions))
+        assert got == [continued(own, [*common, *end], 8) for end in ends[:3]]
+        assert taken.get() == 2 * len(common)
+        late = engine.create_session().session_id
+        engine.append(late, [*common, *ends[3]])  # no state after the beginning is there any more
+        assert ids_of(engine, late, 8) == continued(own, [*common, *ends[3]], 8)
+        assert taken.get() == 2 * len(common)
+        whole_history = [*common, *ends[0], *got[0]]
+        longer = engine.create_session().session_id
+        engine.append(longer, [*whole_history, 5, 6])
+        assert ids_of(engine, longer, 8) == continued(own, [*whole_history, 5, 6], 8)
+        assert taken.get() == 2 * len(common) + len(whole_history) - 1
+
+
+def test_states_that_no_fork_borrows_are_given_back() -> None:
+    sessions = Sessions(served("qwen3_5_text")[1])
+    parent, pool = sessions.open(), sessions.context.pool
+    sessions.feed(parent, text(41)[:40], 40)
+    before = pool.reserved_bytes
+    assert parent.share(40) and pool.reserved_bytes > before
+    sessions.feed(parent, text(41)[40:])
+    assert pool.reserved_bytes == before
+    assert parent.share(41)
+    parent.release()
+    assert not pool.reserved_bytes
 
 
 def test_what_was_saved_dropped_or_forgotten_goes_on_from_there() -> None:
@@ -494,7 +518,7 @@ def test_a_file_that_names_another_number_of_layers_is_refused() -> None:
 
 def test_a_layer_whose_cache_has_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a wrong name the module would begin with no state at every step."""
-    own = own_model(config_of("lfm2"))
+    own = own_of(config_of("lfm2"))
     module = type(own.model.layers[0].conv)
     forward = module.forward
 
@@ -521,6 +545,7 @@ def test_attention_without_rotation_is_found_and_nothing_else_may_be_without() -
 
 
 def test_equal_bits_in_any_batch_are_not_promised() -> None:
-    invariant = in_mode(served("qwen3_5_text")[1], Mode.FIXED_SHAPE)
+    forward = forward_of(own_of(config := config_of("qwen3_5_text")), admitted_once(config))
+    forward._facts = replace(forward.facts, mode=Mode.FIXED_SHAPE)
     with pytest.raises(BackendError, match=r"qwen3_5_text.*determinism=off"):
-        Engine(invariant, EngineConfig(**SMALL))
+        Engine(forward, EngineConfig(**SMALL))

@@ -1,7 +1,9 @@
 """What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
 
 On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
-alone: `make laws-mlx`, which continuous integration runs. `--strategies` leaves the laws of the strategies it names.
+alone: `make laws-mlx`, which continuous integration runs. `--executor hybrid` runs them on a model of its own on torch,
+whose layers have recurrent states; `make test` has some of those cases, `make test-further` one of each law and
+strategy. `--strategies` leaves the laws of the strategies it names.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from inference_engine.types import Mode
 from tests import tiny
 from tests.further import make_further
 from tests.laws.variants import by_turns
+from tests.tiny_native import run_on
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
 WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
+# About entries alone, which can go back where a recurrent state cannot.
+OF_ENTRIES = ("test_what_is_held_and_what_is_to_prefill_are_said_also_before_the_rest_is_dropped",)
+# Of the hybrid model's cases, those that are no further ones: of each law here, SOME.
+WITH_STATES = tuple(f"test_{name}_laws.py" for name in ("drop", "fork", "hibernation", "kept", "rewind"))
 # In fixed-shape mode alone, which MLX refuses.
 OF_FIXED_SHAPES = (
     "test_a_session_that_dropped_its_entries_goes_on_as_one_that_did_not",
@@ -41,6 +48,8 @@ OF_THE_ENGINE = (
 # Memory that is granted as a session grows: MLX gives it all at once.
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
+HYBRID = "hybrid"
+BATCHED = (MLX, HYBRID)  # they have batched mode alone
 SOME = 1
 # With every variant, whose other values take turns. In the others, variants of one mechanism do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
@@ -48,14 +57,16 @@ WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_
 
 @pytest.fixture
 def executor(request: pytest.FixtureRequest) -> str:
-    """`mlx`, or "" for EXECUTORS."""
+    """One of BATCHED, or "" for EXECUTORS."""
     return str(getattr(request, "param", ""))
 
 
 @pytest.fixture(autouse=True)
 def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if executor == HYBRID:
+        run_on(tiny.tiny_hybrid, monkeypatch)
     if executor == MLX:
-        from tests.mlx.tiny import run_on, tiny_mlx
+        from tests.mlx.tiny import tiny_mlx
 
         create = Engine.create_session
 
@@ -71,11 +82,11 @@ def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Every law is there once more on MLX. The names of the others stay as they are."""
+    """Every law is there once more on each of BATCHED. The names of the others stay as they are."""
     law = metafunc.definition
     if law.path.name in WITHOUT_EXECUTOR or law.originalname in (OF_MASKS, *OF_FIXED_SHAPES):
         return
-    executors = [pytest.param("", id=pytest.HIDDEN_PARAM), pytest.param(MLX, id=MLX)]
+    executors = [pytest.param("", id=pytest.HIDDEN_PARAM), *(pytest.param(name, id=name) for name in BATCHED)]
     metafunc.parametrize("executor", executors, indirect=True)
 
 
@@ -86,17 +97,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in set(others)]
     laws = [item for item in items if HERE in item.path.parents]
-    on_mlx = {item for item in laws if _given(item).get("executor") == MLX}
-    for item in _waiting([item for item in laws if item not in on_mlx]):
+    on = {name: {item for item in laws if _given(item).get("executor") == name} for name in BATCHED}
+    elsewhere = on[MLX] | on[HYBRID]
+    for item in _waiting([item for item in laws if item not in elsewhere]):
         make_further(item)
-    able = [item for item in laws if item in on_mlx and _can_be(item)]
-    if config.getoption("--executor") == MLX:
-        kept = {*able}
+    able = {name: [item for item in laws if item in on[name] and _can_be(item)] for name in BATCHED}
+    kept: set[pytest.Item] = {*laws}.difference(elsewhere)
+    if (alone := config.getoption("--executor")) is not None:
+        kept = {*able[alone]}
     else:
-        selected = list(_selected(able))
-        kept = {*laws}.difference(on_mlx).union(selected).difference(_others(selected))
+        for name in BATCHED:
+            selected = list(_selected(able[name]))
+            unchosen = set(_others(selected))
+            if name == MLX:
+                kept.update(item for item in selected if item not in unchosen)
+                continue
+            kept.update(selected)
+            for item in selected:
+                if item in unchosen or item.path.name not in WITH_STATES:
+                    make_further(item)
     if not has_mlx():
-        for item in kept.intersection(able):
+        for item in kept.intersection(able[MLX]):
             item.add_marker(pytest.mark.skip(reason="the package mlx is not installed"))
     left_out = {item for item in laws if item not in kept}
     items[:] = [item for item in items if item not in left_out]
@@ -108,10 +129,11 @@ def _given(item: pytest.Item) -> dict[str, Any]:
 
 
 def _can_be(item: pytest.Item) -> bool:
-    """Not about what MLX refuses."""
+    """Not about what its executor refuses."""
     given = _given(item)
     grows = any(given.get(name) == value for name, value in GROWING.items())
-    return not grows and Mode.FIXED_SHAPE not in given.values()
+    is_about_entries = given.get("executor") == HYBRID and getattr(item, "originalname", "") in OF_ENTRIES
+    return not grows and not is_about_entries and Mode.FIXED_SHAPE not in given.values()
 
 
 def _is_further(item: pytest.Item) -> bool:

@@ -36,8 +36,8 @@ from tests.laws.variants import (
     same,
     text,
 )
-from tests.mlx.tiny import run_on, tiny_mlx
-from tests.tiny_native import tiny_native
+from tests.mlx.tiny import tiny_mlx
+from tests.tiny_native import run_on, tiny_native
 
 ON_TORCH = tiny.tiny_forward
 MECHANISMS = list({mechanism(strategy): strategy for strategy in all_strategies()}.values())

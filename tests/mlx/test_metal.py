@@ -28,8 +28,9 @@ from tests.laws.variants import drain, engine_for, generate, same, text
 from tests.mlx.attention_steps import SHAPES, TOLERANCES, attention_step
 from tests.mlx.metal_kernels import RecordedKernel, needs_a_kernel, needs_emulation, recorded_kernel
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
-from tests.mlx.tiny import run_on, tiny_mlx
+from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions
+from tests.tiny_native import run_on
 
 
 @pytest.fixture

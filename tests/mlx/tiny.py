@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
-import pytest
 import torch
 
-from inference_engine.backends.base import Forward
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import MLXProgram
@@ -16,18 +13,10 @@ from inference_engine.backends.native.trial import LoadedTensors
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.config import multiply_float32_in_full
 from inference_engine.models.seam import ATTENTION, Seam
-from inference_engine.types import Mode, ModelFacts
-from tests import tiny, tiny_native
+from inference_engine.types import ModelFacts
 from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_model
 
 multiply_float32_in_full()  # laws on MLX do not call `open_mlx`
-
-
-def run_on(make: Callable[..., Forward], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on engines of tests run TinyModel there, in every mode."""
-    monkeypatch.setattr(tiny, "tiny_forward", make)
-    for mode in Mode:
-        monkeypatch.setitem(tiny_native.EXECUTORS, mode, make)
 
 
 @lru_cache(maxsize=8)

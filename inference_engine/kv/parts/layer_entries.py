@@ -27,6 +27,7 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.numbers import Indexes
 from inference_engine.kv.part import Held, Need, Part, Saved
 from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
+from inference_engine.kv.parts.recurrent import PrefixStates
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
@@ -107,9 +108,9 @@ class LayerEntries(LayerSlots, Part):
         base = self.layout.base
         return Piece(allocation=self.allocation, region=self.region, base=base, first=base, last=length)
 
-    def prefix_of(self, pieces: Sequence[Piece]) -> SharedPrefix:
-        """A prefix of these pieces, for layers like these."""
-        return SharedPrefix(pieces, self.buffer, entry_bytes=self.entry_bytes)
+    def prefix_of(self, pieces: Sequence[Piece], states: PrefixStates | None = None) -> SharedPrefix:
+        """A prefix of these pieces, for layers like these. states: as SharedPrefix has them."""
+        return SharedPrefix(pieces, self.buffer, entry_bytes=self.entry_bytes, states=states)
 
     @property
     def floor(self) -> int:

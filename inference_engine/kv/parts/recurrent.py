@@ -6,9 +6,11 @@
                 over the others, from the committed state
     replayed    where entries are recomputed from position 0 on (`restored` without an archive): a second set, which
                 goes along while the committed one stays as it is
+    prefix      of a fork that reads its first entries in another session's memory: the states where they end
+    lent        the same, for forks of this session
 
-A state exists after the last committed token and nowhere else: it cannot go back. A session that has to prefills again,
-from a shared prefix that has a state at its end, or from position 0.
+A state exists after the last committed token, and where a shared prefix ends. A session that goes back to another
+position prefills again, from such an end or from position 0.
 
 A layer runs over one session at a time, in pieces that end at multiples of a segment. So the bits of a state depend on
 the inputs and on the cuts that are no such multiples, not on how many segments a step has.
@@ -77,6 +79,41 @@ class States:
         self.position = 0
 
 
+class PrefixStates:
+    """The states at the end of a shared prefix: from them its forks begin, and go on when they were dropped, and so
+    does the session that they were made from.
+
+    They are in no session's bound: as entries of a session that ended, they stay until the last borrower has given
+    them back. Until the engine's thread has copied them, they are those of `source`, which does not move on before.
+    """
+
+    def __init__(self, context: KVContext, allocation: Allocation, source: States) -> None:
+        demand = states_demand(context.geometry)
+        self.allocation = allocation
+        self.nbytes = allocation.nbytes
+        self.position = source.position
+        self._source: States | None = source
+        self._states = States(source.layers, context.pool.run(demand, allocation.starts[0]).view(torch.uint8))
+
+    @staticmethod
+    def reserve(context: KVContext, source: States) -> PrefixStates | None:
+        """None, and nothing taken, if the pool has no room."""
+        demands = RecurrentStates.demands(context.geometry, replays=False)
+        allocation = Allocation.reserve(context.pool, demands, itemsize=context.geometry.itemsize)
+        return None if allocation is None else PrefixStates(context, allocation, source)
+
+    def fill(self) -> None:
+        """Engine's thread."""
+        if self._source is not None and self._source.position == self.position:
+            self._states.copy_from(self._source)
+            self._source = None
+
+    @property
+    def states(self) -> States | None:
+        """None until they are filled, which they will not be any more if their source has failed."""
+        return self._states if self._source is None else None
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
@@ -88,9 +125,14 @@ def states_demand(geometry: Geometry) -> Demand:
 
 
 class RecurrentStates(Part):
-    """replays: are entries recomputed from position 0 on? Then there is a second set."""
+    def __init__(
+        self, context: KVContext, allocation: Allocation, demands: Sequence[Demand], prefix: PrefixStates | None
+    ) -> None:
+        """demands: of the committed set and, where entries are recomputed from position 0 on, of a second one.
 
-    def __init__(self, context: KVContext, allocation: Allocation, demands: Sequence[Demand]) -> None:
+        prefix: borrowed by the caller, as long as this is used.
+        """
+        self._context = context
         self._segment = context.geometry.segment_tokens
         self._allocation = allocation
         self._nbytes = [allocation_bytes([demand], itemsize=context.geometry.itemsize) for demand in demands]
@@ -100,6 +142,8 @@ class RecurrentStates(Part):
             sets.append(States(layers, context.pool.run(demand, start).view(torch.uint8)))
             sets[-1].clear()
         self.committed, self._replayed = sets[0], sets[1] if len(sets) > 1 else None
+        self._prefix = prefix
+        self._lent: list[PrefixStates] = []  # this session holds them, too
         self._working: dict[int, State] = {}
         self._inputs: dict[int, tuple[Mixer, Tensor]] = {}
         self._of = self.committed  # the set that the staged tokens go on from
@@ -110,24 +154,64 @@ class RecurrentStates(Part):
         return (states_demand(geometry),) * (1 + replays) if geometry.states else ()
 
     @staticmethod
-    def reserve(context: KVContext, *, replays: bool) -> RecurrentStates | None:
+    def bytes_of(geometry: Geometry) -> int:
+        """Those of one set of states, as they are reserved; 0 if no layer has one."""
+        demands = RecurrentStates.demands(geometry, replays=False)
+        return allocation_bytes(demands, itemsize=geometry.itemsize)
+
+    @staticmethod
+    def reserve(context: KVContext, *, replays: bool, prefix: PrefixStates | None = None) -> RecurrentStates | None:
         """None, and nothing taken, if the pool has no room."""
         demands = RecurrentStates.demands(context.geometry, replays=replays)
         allocation = Allocation.reserve(context.pool, demands, itemsize=context.geometry.itemsize)
-        return None if allocation is None else RecurrentStates(context, allocation, demands)
+        return None if allocation is None else RecurrentStates(context, allocation, demands, prefix)
 
     @property
     def runs(self) -> Sequence[Run]:
         return self._allocation.runs
 
+    def _after(self, position: int) -> States | None:
+        """Those after so many tokens, if they are there."""
+        if position == self.committed.position:
+            return self.committed
+        ends = [*self._lent, *([] if self._prefix is None else [self._prefix])]
+        return next((each.states for each in ends if each.position == position), None)
+
+    # -- a shared prefix -------------------------------------------------------------------------------------------
+
+    def lend(self) -> PrefixStates | None:
+        """The states after all committed tokens, for a fork that reads their entries. None if the pool has no room."""
+        for each in self._lent:
+            if each.position == self.committed.position:
+                return each
+        if (lent := PrefixStates.reserve(self._context, self.committed)) is not None:
+            self._lent.append(lent)
+        return lent
+
+    def end_lending(self, until: int) -> None:
+        """Give back what no fork has borrowed. until: the position to which forks read entries, where this session may
+        have to go back to, whether or not that fork is still there; 0: none reads any."""
+        lent, self._lent = self._lent, []
+        for each in lent:
+            if each.allocation.is_lent or 0 < until == each.position:
+                self._lent.append(each)
+            else:
+                each.allocation.release()
+
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def stage(self, positions: Positions, generated: NDArray[np.bool_]) -> int:
         first = int(positions[0])
+        for lent in self._lent:
+            lent.fill()
+        if first and first != self.committed.position and (end := self._after(first)) is not None:
+            self.committed.copy_from(end)
+        replayed = self._replayed
         if first == self.committed.position:
             self._of = self.committed
+            if replayed is not None:
+                replayed.position = 0  # it is over
         else:
-            replayed = self._replayed
             if replayed is None or first not in (0, replayed.position):
                 raise InvariantViolated(
                     "INV1", f"states after {self.committed.position} tokens, and positions from {first} on are staged"
@@ -193,11 +277,16 @@ class RecurrentStates(Part):
     # -- as a whole ------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: RecurrentStates, length: int) -> None:
-        assert length == other.committed.position
-        self.committed.copy_from(other.committed)
+        states = other._after(length)
+        assert states is not None
+        self.committed.copy_from(states)
 
     def save(self, length: int) -> Saved:
-        return {"states": list(self.committed.views.values())} if length else {}
+        if not length:
+            return {}
+        states = self._after(length)
+        assert states is not None
+        return {"states": list(states.views.values())}
 
     def load(self, length: int, saved: Saved) -> None:
         for layer, state in zip(self.committed.views, saved["states"], strict=True):
@@ -205,23 +294,25 @@ class RecurrentStates(Part):
         self.committed.position = length
 
     def can_rewind(self, at: int, length: int) -> bool:
-        return at == self.committed.position
+        return self._after(at) is not None
 
     def forget(self, at: int, length: int) -> None:
         self._working.clear()
         self._inputs.clear()
         self._staged = 0
         if at != self.committed.position:
-            assert not at, "no state is kept but the last one"
-            self.committed.clear()
+            self.committed.clear()  # the next step begins where a shared prefix ends, if it is not position 0
 
     def release(self) -> None:
         self._working.clear()
         self._inputs.clear()
+        lent, self._lent = self._lent, []
+        for each in lent:
+            each.allocation.release()
         self._allocation.release()
 
     # -- facts -----------------------------------------------------------------------------------------------------
 
     def report(self, held: Held, length: int, end: int) -> None:
-        used = [bool(end), self._replayed is not None and self._replayed.position > 0]
+        used = [self.committed.position + self._staged > 0, self._replayed is not None and self._replayed.position > 0]
         held.add(states=sum(nbytes for nbytes, is_used in zip(self._nbytes, used, strict=False) if is_used))

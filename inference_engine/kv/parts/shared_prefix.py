@@ -26,6 +26,7 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.parts.layer_part import LayerPart
+from inference_engine.kv.parts.recurrent import PrefixStates
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View, chunks_between
 
@@ -49,9 +50,13 @@ class Piece:
 class SharedPrefix:
     """The pieces of one set of layers, one after another, from position 0 on."""
 
-    def __init__(self, pieces: Sequence[Piece], buffer: KVBuffer, *, entry_bytes: int) -> None:
-        """entry_bytes: of one position in all its layers."""
+    def __init__(
+        self, pieces: Sequence[Piece], buffer: KVBuffer, *, entry_bytes: int, states: PrefixStates | None = None
+    ) -> None:
+        """entry_bytes: of one position in all its layers. states: the recurrent ones at its end, in the prefix of the
+        first set of layers."""
         self.pieces = tuple(pieces)
+        self.states = states
         self._buffer = buffer
         self._entry_bytes = entry_bytes
 
@@ -67,20 +72,28 @@ class SharedPrefix:
 
     @property
     def nbytes(self) -> int:
-        return self.end * self._entry_bytes
+        return self.end * self._entry_bytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def allocations(self) -> list[Allocation]:
+        """Those that it is read in, and those of its states."""
+        return [piece.allocation for piece in self.pieces] + ([self.states.allocation] if self.states else [])
 
     def borrow(self) -> None:
         for piece in self.pieces:
             piece.allocation.borrow(piece.last)
+        if self.states is not None:
+            self.states.allocation.borrow(self.end)
 
     def give_back(self) -> None:
-        for piece in self.pieces:
-            piece.allocation.give_back()
+        for allocation in self.allocations:
+            allocation.give_back()
 
     def until(self, position: int) -> SharedPrefix:
-        """Its entries of positions below this one."""
+        """Its entries of positions below this one, and its states if none of them is left out."""
         pieces = [replace(each, last=min(each.last, position)) for each in self.pieces if each.first < position]
-        return SharedPrefix(pieces, self._buffer, entry_bytes=self._entry_bytes)
+        states = self.states if position >= self.end else None
+        return SharedPrefix(pieces, self._buffer, entry_bytes=self._entry_bytes, states=states)
 
     def parts(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each piece, [Hkv, n, D]: views."""
