@@ -63,6 +63,7 @@ EXPERIMENTS = {
     "serve": Experiment("laboratory.bench.serve", "a server of ours, or a given one, under the load of many agents"),
     "server": Experiment("laboratory.bench.server", "what RPCs cost beside a bare echo"),
     "start": Experiment("laboratory.bench.start", "start of a server beside a bare from_pretrained: time and memory"),
+    "tools": Experiment("laboratory.bench.tools", "tool calls that parse, validate and are right, beside free ones"),
 }
 # What says where things are on this machine, or which code runs, is no part of the command that makes a record again.
 _NOT_SHOWN = (
