@@ -8,15 +8,15 @@ from pathlib import Path
 from scripts.reference.api import Entry, Member
 
 API = Path(__file__).resolve().parents[2] / "sdks" / "typescript" / "api.json"
-TOKENIZATION = "tokenization"
+TOKENIZATION, TOOLS = "tokenization", "tools"
 
 
 def entries() -> list[Entry]:
-    """Every exported name. The tokenization entry is one room, whatever modules it is made of."""
+    """Every exported name. An entry beside the first one is a room, whatever modules it is made of."""
     return [
         Entry(
             name=one["name"],
-            room=TOKENIZATION if one["entry"] == TOKENIZATION else one["room"],
+            room=one["entry"] if one["entry"] in (TOKENIZATION, TOOLS) else one["room"],
             declaration=one["declaration"],
             says=one["says"],
             members=tuple(Member(**member) for member in one["members"]),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from scripts.reference.markdown import page
 from scripts.reference.sdk_page import sections
-from scripts.reference.typescript_api import TOKENIZATION, entries
+from scripts.reference.typescript_api import TOKENIZATION, TOOLS, entries
 
 INTRODUCTION = """
-    `import { Client } from "@kakeya/runtime"`; everything below is there, but for the last section, which is in
-    `@kakeya/runtime/tokenization`. How to use it: [the SDK's guide](../../sdks/typescript/README.md). The same in
-    Python: [both, side by side](sdk_names.md).
+    `import { Client } from "@kakeya/runtime"`; everything below is there, but for the last two sections, which are in
+    `@kakeya/runtime/tokenization` and `@kakeya/runtime/tools`. How to use it: [the SDK's
+    guide](../../sdks/typescript/README.md). The same in Python: [both, side by side](sdk_names.md).
 """
 
 TITLES = {
@@ -25,6 +25,7 @@ TITLES = {
     "retry": "Retries",
     "errors": "Errors",
     TOKENIZATION: "Tokenization",
+    TOOLS: "Tools",
 }
 
 

@@ -10,6 +10,7 @@ export default defineConfig({
     alias: [
       { find: /^@kakeya\/runtime$/, replacement: source("index") },
       { find: /^@kakeya\/runtime\/tokenization$/, replacement: source("tokenization") },
+      { find: /^@kakeya\/runtime\/tools$/, replacement: source("tools") },
     ],
   },
   test: {

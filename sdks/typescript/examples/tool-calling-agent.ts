@@ -1,9 +1,9 @@
 /**
  * An agent with two local tools that keeps one session for its whole conversation.
  *
- * Every turn appends only what is new: the question, then each tool's result. The model asks for a tool by writing a JSON
- * object; small models write it in many forms, so it is read leniently, and what cannot be used is reported to the
- * model.
+ * Every turn appends only what is new: the question, then each tool's result. The first turn has to call a tool, in the
+ * model's own format and with arguments that fit the schemas; later ones may. A call fits by construction: what generates
+ * it can write nothing else.
  *
  *     npm install PACKAGE                                     # what `npm pack` makes in sdks/typescript
  *     npm install @huggingface/tokenizers @huggingface/jinja
@@ -13,96 +13,68 @@
  */
 import { pathToFileURL } from "node:url";
 
-import { Client, KakeyaError, type Session } from "@kakeya/runtime";
-import {
-  endOfTurnIds,
-  loadTokenizer,
-  tokensForChat,
-  tokensForNextTurn,
-  type ChatTokenizer,
-  type Message,
-} from "@kakeya/runtime/tokenization";
-
-const SYSTEM = `You answer with the help of tools. To use one, write only its JSON object:
-{"tool": "add", "arguments": {"a": 2, "b": 3}}
-{"tool": "count_words", "arguments": {"text": "three short words"}}
-Once the tool has answered, answer the question in plain text.`;
+import { Client, KakeyaError, ToolFormatUnknown, type Session } from "@kakeya/runtime";
+import { endOfTurnIds, loadTokenizer, type ChatTokenizer, type Message } from "@kakeya/runtime/tokenization";
+import { Tools, type ToolCall, type ToolResult } from "@kakeya/runtime/tools";
 
 // A small model follows an example better than an instruction.
 const SHOWN: readonly Message[] = [
   { role: "user", content: "What is 20 + 7?" },
-  { role: "assistant", content: '{"tool": "add", "arguments": {"a": 20, "b": 7}}' },
-  { role: "user", content: "The tool answered: 27" },
+  { role: "assistant", content: '<tool_call>\n{"name": "add", "arguments": {"a": 20, "b": 7}}\n</tool_call>' },
+  { role: "user", content: "<tool_response>\n27\n</tool_response>" },
   { role: "assistant", content: "20 + 7 is 27." },
   { role: "user", content: "How many words are in: red green blue" },
-  { role: "assistant", content: '{"tool": "count_words", "arguments": {"text": "red green blue"}}' },
-  { role: "user", content: "The tool answered: 3" },
+  {
+    role: "assistant",
+    content: '<tool_call>\n{"name": "count_words", "arguments": {"text": "red green blue"}}\n</tool_call>',
+  },
+  { role: "user", content: "<tool_response>\n3\n</tool_response>" },
   { role: "assistant", content: "There are 3 words." },
 ];
 
 const MAX_TOKENS = 96;
 const MAX_CALLS = 3;
 
-export interface ToolCall {
-  readonly tool: string;
-  readonly values: Readonly<Record<string, unknown>>;
-}
+// Bounds keep a small model from writing on until it is cut.
+const NUMBER = { type: "integer", minimum: -1_000_000, maximum: 1_000_000 };
+const TEXT = { type: "string", maxLength: 120, description: "as it was given, without quotes" };
+
+const TOOLS = [
+  {
+    name: "add",
+    description: "Add two numbers.",
+    parameters: { type: "object", properties: { a: NUMBER, b: NUMBER }, required: ["a", "b"] },
+    run: ({ a, b }: { a: number; b: number }) => a + b,
+  },
+  {
+    name: "count_words",
+    description: "Count the words of a text.",
+    parameters: { type: "object", properties: { text: TEXT }, required: ["text"] },
+    run: ({ text }: { text: string }) => text.split(/\s+/).filter(Boolean).length,
+  },
+];
 
 /** What the model says in one turn. */
-export type Speak = (session: Session) => Promise<{ readonly words: string; readonly tokenIds: readonly number[] }>;
-
-const TOOLS: Readonly<Record<string, (values: ToolCall["values"]) => string>> = {
-  add: ({ a, b }) => String(numberOf(a, "a") + numberOf(b, "b")),
-  count_words: ({ text }) => String(String(text).split(/\s+/).filter(Boolean).length),
-};
-
-function numberOf(value: unknown, name: string): number {
-  const number = typeof value === "string" && value.trim() !== "" ? Number(value) : value;
-  if (typeof number === "number" && Number.isFinite(number)) return number;
-  throw new TypeError(`${name} must be a number, got ${JSON.stringify(value)}`);
+export interface Said {
+  readonly words: string;
+  readonly calls: readonly ToolCall[];
+  readonly tokenIds: readonly number[];
 }
 
-/** The first JSON object in `text` that names a tool, wherever it stands and however it spells its keys. */
-export function findToolCall(text: string): ToolCall | undefined {
-  for (let start = text.indexOf("{"); start >= 0; start = text.indexOf("{", start + 1)) {
-    const found = leadingObject(text.slice(start));
-    const called = isObject(found?.["function"]) ? found["function"] : found;
-    const tool = called?.["tool"] ?? called?.["name"] ?? called?.["function"];
-    const given = called?.["arguments"] ?? called?.["parameters"] ?? called?.["args"] ?? {};
-    const values = typeof given === "string" ? leadingObject(given) : given;
-    if (typeof tool === "string") return { tool, values: isObject(values) ? values : {} };
-  }
-  return undefined;
-}
+/** Lets the model speak: with a call at least, or as it likes. */
+export type Speak = (session: Session, tools: Tools, choice: "auto" | "required") => Promise<Said>;
 
-/** The object that `text` begins with, if it is JSON. */
-function leadingObject(text: string): Record<string, unknown> | undefined {
-  for (let end = text.indexOf("}"); end >= 0; end = text.indexOf("}", end + 1)) {
-    try {
-      return JSON.parse(text.slice(0, end + 1)) as Record<string, unknown>;
-    } catch {
-      // Not yet its last brace.
-    }
-  }
-  return undefined;
-}
-
-function isObject(value: unknown): value is Record<string, unknown> {
-  return typeof value === "object" && value !== null && !Array.isArray(value);
-}
-
-/** The tool's result, or what was wrong with the call: both are for the model to read. */
-export function callTool(call: ToolCall): string {
-  const tool = Object.hasOwn(TOOLS, call.tool) ? TOOLS[call.tool] : undefined;
-  if (tool === undefined) return `there is no tool ${call.tool}; there are ${Object.keys(TOOLS).join(", ")}`;
+/** The tools, and what is shown of their use to a model whose template knows none. */
+export function toolsFor(tokenizer: ChatTokenizer): { readonly tools: Tools; readonly shown: readonly Message[] } {
   try {
-    return tool(call.values);
+    return { tools: new Tools(TOOLS, tokenizer), shown: [] };
   } catch (error) {
-    return `the call failed: ${String(error)}`;
+    if (!(error instanceof ToolFormatUnknown)) throw error;
+    return { tools: new Tools(TOOLS, tokenizer, { format: "hermes" }), shown: SHOWN };
   }
 }
 
-/** One question, with as many tool calls as the model asks for, to a limit. Returns its last words. */
+/** One question, with as many turns of tool calls as the model takes, to a limit. Returns its last words. */
 export async function answer(
   session: Session,
   tokenizer: ChatTokenizer,
@@ -110,31 +82,40 @@ export async function answer(
   speak: Speak,
 ): Promise<string> {
   console.log(`user   ${question}`);
-  const start: Message[] = [{ role: "system", content: SYSTEM }, ...SHOWN, { role: "user", content: question }];
-  await session.append(tokensForChat(start, tokenizer));
-  let said = await speak(session);
-  for (let calls = 0; calls < MAX_CALLS; calls++) {
-    const call = findToolCall(said.words);
-    if (call === undefined) break;
-    const result = callTool(call);
-    console.log(`tool   ${call.tool} → ${result}`);
-    // Every family's template knows the role "user"; few know "tool".
-    const answer: Message[] = [{ role: "user", content: `The tool answered: ${result}` }];
-    await session.append(tokensForNextTurn(answer, tokenizer, { after: said.tokenIds }));
-    said = await speak(session);
+  const { tools, shown } = toolsFor(tokenizer);
+  await session.append(tools.tokensForChat([...shown, { role: "user", content: question }]));
+  let said = await speak(session, tools, "required");
+  for (let turns = 0; turns < MAX_CALLS && said.calls.length > 0; turns++) {
+    const results: ToolResult[] = [];
+    for (const call of said.calls) {
+      const result = await tools.call(call);
+      console.log(`tool   ${call.name} → ${result.content}`);
+      results.push(result);
+    }
+    await session.append(tools.tokensForNextTurn(results, { after: said.tokenIds }));
+    said = await speak(session, tools, "auto");
   }
   return said.words;
 }
 
 /** Lets the model speak, and shows what it says and what that took. */
-export function speaker(tokenizer: ChatTokenizer, maxTokens = MAX_TOKENS): Speak {
-  return async (session) => {
-    const result = await session.generate(maxTokens).result();
-    const words = tokenizer.decode(result.tokenIds, { skipSpecialTokens: true }).trim();
-    console.log(`model  ${words}`);
+export function speaker(maxTokens = MAX_TOKENS): Speak {
+  return async (session, tools, choice) => {
+    const stream = session.generate(maxTokens, { constraint: tools.constraint(choice) });
+    let words = "";
+    const calls: ToolCall[] = [];
+    for await (const part of tools.parts(stream)) {
+      if (part.kind === "text") words += part.text;
+      else if (part.kind === "call") calls.push(part);
+    }
+    const result = await stream.result();
+    words = words.trim();
+    console.log(
+      `model  ${words || calls.map(({ name, arguments: given }) => name + JSON.stringify(given)).join(", ")}`,
+    );
     const seconds = result.totalSeconds.toFixed(2);
     console.log(`       ${result.prefilledTokens} tokens read, ${result.generatedTokens} written in ${seconds} s`);
-    return { words, tokenIds: result.tokenIds };
+    return { words, calls, tokenIds: result.tokenIds };
   };
 }
 
@@ -143,7 +124,7 @@ export async function main(folder: string, question: string, target?: string): P
     const tokenizer = await loadTokenizer(folder);
     await using client = new Client(target);
     await using session = await client.createSession({ eosTokenIds: endOfTurnIds(tokenizer), label: "agent" });
-    await answer(session, tokenizer, question, speaker(tokenizer));
+    await answer(session, tokenizer, question, speaker());
     console.log(`       ${session.historyLength} tokens in the history`);
     return 0;
   } catch (error) {

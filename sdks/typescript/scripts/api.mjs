@@ -12,7 +12,7 @@ import { fileURLToPath } from "node:url";
 import { format } from "prettier";
 import ts from "typescript";
 
-const ENTRIES = ["src/index.ts", "src/tokenization.ts"];
+const ENTRIES = ["src/index.ts", "src/tokenization.ts", "src/tools.ts"];
 const here = fileURLToPath(new URL("../", import.meta.url));
 const held = `${here}api.json`;
 

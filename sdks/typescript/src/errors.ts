@@ -9,7 +9,8 @@
  *     │   ├── ConstraintUnavailable, ConstraintFailed
  *     │   ├── SlowConsumer, StreamTakenOver, Unauthenticated
  *     │   ├── StateError              a client, session or stream used out of order
- *     │   └── InvalidMessages, TemplateError, TokenizerError     from @kakeya/runtime/tokenization
+ *     │   ├── InvalidMessages, TemplateError, TokenizerError     from @kakeya/runtime/tokenization
+ *     │   └── InvalidTool, ToolFormatUnknown, ToolCallError      from @kakeya/runtime/tools
  *     ├── RetryableError              wait (`retryAfterSeconds`) and try again
  *     │   ├── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled
  *     │   └── JournalFull, JournalAway
@@ -193,6 +194,33 @@ export class TemplateError extends CallerError {}
 /** The tokenizer cannot be loaded. */
 export class TokenizerError extends CallerError {}
 
+/** A tool that has no valid name or schema. `path` is the invalid part, such as `add.parameters.a`. */
+export class InvalidTool extends CallerError {
+  readonly path: string;
+
+  constructor(path: string, problem: string) {
+    super(`${path}: ${problem}`);
+    this.path = path;
+  }
+}
+
+/** The chat template writes no tool calls that can be read again; name a format. */
+export class ToolFormatUnknown extends TemplateError {}
+
+/**
+ * What the model wrote is no whole tool call. `text` is what it wrote of it, `parts` what was read before it and not given
+ * out yet.
+ */
+export class ToolCallError extends CallerError {
+  readonly text: string;
+  parts: readonly unknown[] = [];
+
+  constructor(message: string, text: string) {
+    super(message);
+    this.text = text;
+  }
+}
+
 /** Nothing was changed; the same call can succeed later. */
 export class RetryableError extends KakeyaError {}
 
@@ -352,6 +380,9 @@ const NAMES = new Map<unknown, string>(
     InvalidMessages,
     TemplateError,
     TokenizerError,
+    InvalidTool,
+    ToolFormatUnknown,
+    ToolCallError,
     RetryableError,
     SessionBusy,
     NoCapacity,

@@ -3,7 +3,8 @@ import { invalid, shown, type TokenIds } from "./checks.js";
 import type { Constraint } from "./constraints.js";
 import type { RetryPolicy } from "./retry.js";
 import type { Strategy } from "./strategies.js";
-import type { ChatOptions, NextTurnOptions } from "./tokenization.js";
+import type { ChatOptions, NextTurnOptions } from "./chat-tokens.js";
+import type { ToolConstraintOptions, ToolsOptions } from "./tools.js";
 import type { Progress } from "./values.js";
 
 /** A PEM file's contents, or its path. */
@@ -225,6 +226,8 @@ const KNOWN = {
   tokensForChat: CHAT,
   tokensForNextTurn: { after: true, ...CHAT } satisfies Names<NextTurnOptions>,
   endOfTurnIds: CHAT,
+  Tools: { format: true, templateOptions: true } satisfies Names<ToolsOptions>,
+  constraint: { parallel: true } satisfies Names<ToolConstraintOptions>,
   decode: { skipSpecialTokens: true },
 } as const;
 

@@ -9,10 +9,10 @@ import * as kakeya from "./index.js";
 const VALUES = `
 AppendTooLarge AppendUnresolved CallerError Client ConnectionFailed ConstraintFailed ConstraintUnavailable DeadlineExceeded Draining EngineStalled
 GenerateStream HistoryBehindClient HistoryCorrupt HistoryLengthMismatch HistoryLimit JournalAway JournalFull ModelMismatch
-InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvariantViolated KakeyaError NoCapacity NonFiniteLogits
+InternalError InvalidArgument InvalidConstraint InvalidMessages InvalidTokenIds InvalidTool InvariantViolated KakeyaError NoCapacity NonFiniteLogits
 OutOfMemory Overloaded ProtocolError QuotaExceeded RequestIdReused RestorationFailed RetryableError ServerError
 Session SessionBusy SessionClosed SessionEvicted SessionNotFound SlowConsumer StateError StreamTakenOver TemplateError
-TextStream TLSFailed TokenizerError TokenOutOfRange TransportError Unauthenticated
+TextStream TLSFailed TokenizerError TokenOutOfRange ToolCallError ToolFormatUnknown TransportError Unauthenticated
 `
   .trim()
   .split(/\s+/);

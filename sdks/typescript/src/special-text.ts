@@ -18,7 +18,7 @@
  */
 import { randomBytes } from "node:crypto";
 
-import type { AddedToken } from "./tokenization.js";
+import type { AddedToken } from "./chat-tokens.js";
 
 type Encode = (text: string) => number[];
 type Values = Readonly<Record<string, unknown>>;

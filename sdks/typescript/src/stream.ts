@@ -16,7 +16,7 @@ import { newRequestId } from "./requests.js";
 import type { TextOptions } from "./options.js";
 import type { Patience } from "./retry.js";
 import { TextStream } from "./text.js";
-import type { ChatTokenizer } from "./tokenization.js";
+import type { ChatTokenizer } from "./chat-tokens.js";
 import { stopReasonOf, type GenerateResult, type Progress, type TokenDetail, type TopLogprob } from "./values.js";
 
 type OnProgress = ((progress: Progress) => void) | undefined;

@@ -9,7 +9,7 @@ import { booleanOf, invalid, shown, textOf } from "./checks.js";
 import { known, type TextOptions } from "./options.js";
 import { ReplyText, StopStrings } from "./reply-text.js";
 import type { GenerateStream } from "./stream.js";
-import type { ChatTokenizer } from "./tokenization.js";
+import type { ChatTokenizer } from "./chat-tokens.js";
 import type { GenerateResult, TokenDetail } from "./values.js";
 
 /** What is needed of a tokenizer here. */

@@ -64,13 +64,6 @@ class ToolFormat:
     key_separator: str = ": "
     result: str | None = None  # a result as a user's message, `{{result}}` in it; None: the template has a role for it
 
-    @property
-    def pieces(self) -> tuple[str, ...]:
-        """Every text that is not a value."""
-        of = self.fields
-        named = (of.after_name, of.between, of.empty, of.open, of.close) if of else ()
-        return (self.begin, self.middle, self.end, self.between or "", *named)
-
 
 def _json_format(begin: str, middle: str, end: str, between: str | None, result: str) -> ToolFormat:
     return ToolFormat(begin=begin, middle=middle, end=end, between=between, result=result)

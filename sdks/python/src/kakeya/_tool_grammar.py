@@ -19,7 +19,7 @@ from typing import Any
 from kakeya._errors import InvalidTool
 from kakeya._tool_format import ToolFormat
 from kakeya._tool_markup import ID_MARK, MarkedFormat
-from kakeya._tool_schema import Tool
+from kakeya._tool_schema import Tool, closed_parameters
 
 Schema = Mapping[str, Any]
 
@@ -181,7 +181,7 @@ class _Grammar:
 
     def _body(self, tool: Tool, rule: str) -> tuple[str, str]:
         """What is written of a tool's call: its name, and what follows it up to the arguments; and these."""
-        parameters = tool.closed_parameters
+        parameters = closed_parameters(tool)
         marked = self._marked
         if marked.fields is None:
             return tool.name + marked.middle, self._set(rule, self._json(parameters))

@@ -60,10 +60,11 @@ class MarkedFormat:
 
     @classmethod
     def of(cls, given: ToolFormat, tokens: Mapping[str, int]) -> MarkedFormat:
-        markers = Markers(given.pieces, tokens)
+        fields, tail = given.fields, ""
+        named = (fields.after_name, fields.between, fields.empty, fields.open, fields.close) if fields else ()
+        markers = Markers((given.begin, given.middle, given.end, given.between or "", *named), tokens)
         marked = markers.marked
         begin, end, between = marked(given.begin), marked(given.end), None
-        fields, tail = given.fields, ""
         if given.between is not None:
             between = marked(given.between)
         if fields is not None:

@@ -20,7 +20,7 @@ from typing import Any
 from kakeya._errors import ToolCallError
 from kakeya._tool_grammar import is_text, resolved
 from kakeya._tool_markup import ID_MARK, MarkedFormat
-from kakeya._tool_schema import Tool
+from kakeya._tool_schema import Tool, closed_parameters
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 _ID_LENGTH = 9  # some templates take no other
@@ -254,7 +254,7 @@ class ToolCallParser:
         """Arguments one by one, which are given out as JSON."""
         marked, syntax = self._marked, self._marked.fields
         assert syntax is not None
-        schema = self._tools[begun.name].closed_parameters
+        schema = closed_parameters(self._tools[begun.name])
         names = {name + syntax.after_name: name for name in schema["properties"]}
         found: dict[str, Any] = {}
         while True:

@@ -62,13 +62,6 @@ class Tool:
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
-    @property
-    def closed_parameters(self) -> dict[str, Any]:
-        """The schema, in which an object that lists properties has no others unless it says that it may."""
-        closed = {"type": "object", "properties": {}, **self.parameters}
-        found: dict[str, Any] = _closed(closed)
-        return found
-
 
 ToolLike = Tool | Mapping[str, Any] | Callable[..., Any]
 
@@ -241,6 +234,12 @@ def _is_made_of(value: Any, annotation: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, Mapping)
     return isinstance(value, list) and get_origin(annotation) in (tuple, *_LISTS)
+
+
+def closed_parameters(tool: Tool) -> dict[str, Any]:
+    """A tool's schema, in which an object that lists properties has no others unless it says that it may."""
+    found: dict[str, Any] = _closed({"type": "object", "properties": {}, **tool.parameters})
+    return found
 
 
 def _closed(schema: Any) -> Any:
