@@ -1,8 +1,8 @@
 """Tool calls over gRPC: are they whole, do they fit, is it the right tool; with the constraint and without.
 
 Every question is about one of two tools, whose schemas the model is shown, and where its template writes no calls an
-example of each. It is asked in a session and in its fork, held to a call and free, with as many tokens. Then the call is
-read as users read it. A call counts if it is whole and its arguments validate, by another library than the one that
+example of each. It is asked in a session and in its fork, held to a call and free, with as many tokens. Then the call
+is read as users read it. A call counts if it is whole and its arguments validate, by another library than the one that
 made the constraint.
 """
 
@@ -41,7 +41,7 @@ FALLBACK = "hermes"  # where the template writes no calls
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked, the tool that it is about, and its arguments as they are named in it. shown: calls of the tools."""
+    """What is asked, the tool that it is about, and its arguments as they are named. shown: calls of both tools."""
 
     text: str
     offered: tuple[Tool, ...]
