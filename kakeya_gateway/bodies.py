@@ -11,7 +11,8 @@ from kakeya import Constraint, JsonSchema
 
 Json = dict[str, Any]
 
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"}
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
+_SAMPLING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 
 class Refused(Exception):
@@ -114,6 +115,8 @@ class Sampled(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
 
     def options(self, form: Format | None, path: str, **others: Any) -> Json:

@@ -50,8 +50,6 @@ class Request(Sampled):
     stream_options: StreamOptions = StreamOptions()
     n: Literal[1] = 1
     modalities: list[Literal["text"]] = ["text"]
-    frequency_penalty: Zero = 0
-    presence_penalty: Zero = 0
     top_logprobs: Zero = 0
     tools: list[Function] = []
     tool_choice: Literal["none", "auto", "required"] | Choice = "auto"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import ssl
 from pathlib import Path
 
 import httpx2
@@ -10,7 +11,9 @@ import pytest
 
 from inference_engine.cli import main
 from kakeya import Client
+from tests.further import further_test
 from tests.processes import LIMIT_SECONDS, PROGRAM, Server, ending, kakeya_serve, started
+from tests.server.certificates import Authority
 
 HELLO = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
 
@@ -21,8 +24,13 @@ def test_it_serves_until_it_is_stopped_and_leaves_the_sessions_to_the_next(serve
         assert gateway.stdout is not None
         url = gateway.stdout.readline().split()[2].rstrip(":")
         assert httpx2.get(f"{url}/healthz").json() == {"status": "ok"}
-        assert httpx2.post(f"{url}/v1/chat/completions", json=HELLO, timeout=60).status_code == 200
-        gateway.send_signal(signal.SIGTERM)
+        body = {**HELLO, "max_tokens": 100, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            gateway.send_signal(signal.SIGTERM)
+            *_, last, _ = (first, *lines)
+        assert last == "data: [DONE]"
         assert gateway.wait(timeout=LIMIT_SECONDS) == -signal.SIGTERM
     with Client(server.target) as client:
         (left,) = (each for each in client.sessions() if each.label.startswith("gateway/"))
@@ -40,3 +48,30 @@ def test_beyond_loopback_it_asks_for_keys_and_a_certificate(
     with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB", "--api-key-file", key_file) as guarded:
         assert main.main([*asked, "--server", guarded.target]) == 1
         assert "--tls-cert-file" in capsys.readouterr().err
+
+
+@further_test
+def test_beyond_loopback_it_speaks_tls_and_asks_the_server_for_each_key(tmp_path: Path, tiny_folder: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("a-key-of-its-owner\n")
+    authority = Authority()
+    files = authority.settings(tmp_path)
+    with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB", "--api-key-file", key_file) as guarded:
+        arguments = [
+            "gateway",
+            "--server",
+            guarded.target,
+            "--tokenizer",
+            str(tiny_folder),
+            "--host=0.0.0.0",
+            "--port=0",
+        ]
+        arguments += ["--tls-cert-file", files["tls_cert_file"], "--tls-key-file", files["tls_key_file"]]
+        with ending(started(PROGRAM, *arguments)) as gateway:
+            assert gateway.stdout is not None
+            port = gateway.stdout.readline().split()[2].rstrip(":").rpartition(":")[2]
+            trusted = ssl.create_default_context(cadata=authority.pem.decode())
+            with httpx2.Client(base_url=f"https://127.0.0.1:{port}", verify=trusted, timeout=60) as http:
+                assert http.post("/v1/chat/completions", json=HELLO).status_code == 401
+                key = {"authorization": "Bearer a-key-of-its-owner"}
+                assert http.post("/v1/chat/completions", json=HELLO, headers=key).status_code == 200

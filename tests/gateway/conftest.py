@@ -21,15 +21,17 @@ from tests.server_thread import server_thread
 from tests.tiny_folder import END, tiny_tokenizer
 from tests.tiny_native import served_engine
 
+ENDS = (tiny_tokenizer().convert_tokens_to_ids(END),)
+
 
 @contextmanager
 def gateway_for(
-    target: str, *, tokenizer: Any = None, tool_format: str | None = None, **settings: Any
+    target: str, *, tokenizer: Any = None, tool_format: str | None = None, timeout: float = 30.0, **settings: Any
 ) -> Iterator[str]:
     """Yields its base URL, without the API's path."""
     texts = Texts(tokenizer or tiny_tokenizer(), tool_format=tool_format)
     given = {"name": "gateway", "most": 8, "idle_seconds": 60.0, **settings}
-    gateway = Gateway(lambda key: AsyncClient(target, api_key=key or None), texts, **given)
+    gateway = Gateway(lambda key: AsyncClient(target, api_key=key or None, timeout=timeout), texts, **given)
     app = create_app(gateway, is_own_host=names_this_machine)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=5))
@@ -45,7 +47,7 @@ def gateway_for(
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     """Where every entry stays, so that nothing but what is new is computed."""
-    engine = served_engine(windowed=False, end_ids=(tiny_tokenizer().convert_tokens_to_ids(END),))
+    engine = served_engine(windowed=False, end_ids=ENDS)
     yield engine
     engine.close()
 
