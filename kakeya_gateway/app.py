@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Annotated, Any, Protocol
@@ -175,7 +176,7 @@ def serve(
 
 
 class Reply(Protocol):
-    """What an API makes of a turn. ending: what its streams end with."""
+    """What an API makes of a turn: the events of a stream, and after the last one the whole. ending: behind them."""
 
     ending: str
 
@@ -209,8 +210,9 @@ class _Answer(Response):
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         with await Turn.begin(self._ask, self._owner) as turn:
             reply = self._reply(turn)
-            async for _ in turn.pieces():
-                pass
+            async for piece in turn.pieces():
+                deque(reply.more(piece), maxlen=0)
+            deque(reply.end(), maxlen=0)
             turn.keep(reply.whole())
         await JSONResponse(reply.whole())(scope, receive, send)
 

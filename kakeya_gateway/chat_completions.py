@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from kakeya import TokenDetail, TopLogprob
 from kakeya.tokenization import from_openai_messages
 from kakeya.tools import ToolCall, ToolCallPart
 from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled, Tool
@@ -16,7 +17,6 @@ from kakeya_gateway.turns import Piece, Turn
 
 _RECORDS = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 HARMLESS = frozenset(_RECORDS)
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class StreamOptions(Body):
@@ -50,7 +50,7 @@ class Request(Sampled):
     stream_options: StreamOptions = StreamOptions()
     n: Literal[1] = 1
     modalities: list[Literal["text"]] = ["text"]
-    top_logprobs: Zero = 0
+    top_logprobs: int = 0
     tools: list[Function] = []
     tool_choice: Literal["none", "auto", "required"] | Choice = "auto"
     parallel_tool_calls: bool = True
@@ -60,7 +60,10 @@ class Request(Sampled):
         if self.max_tokens not in (None, most):
             raise Refused("max_completion_tokens has another value; send one of them", param="max_tokens")
         bias = {int(token): value for token, value in self.logit_bias.items()}
-        options = self.options(self.response_format, "response_format", logprobs=self.logprobs, logit_bias=bias)
+        if self.top_logprobs and not self.logprobs:
+            raise Refused("needs logprobs: true", param="top_logprobs")
+        others: Json = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs, "logit_bias": bias}
+        options = self.options(self.response_format, "response_format", **others)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         tools = [tool.function.definition() for tool in self.tools]
@@ -99,7 +102,7 @@ class Reply:
         message: Json = {"role": "assistant", "content": self._turn.text, "refusal": None}
         if self._turn.calls:
             message["content"] = self._turn.text or None
-            message["tool_calls"] = [_called(call) for call in self._turn.calls]
+            message["tool_calls"] = [*map(_called, self._turn.calls)]
         choice = {"index": 0, "message": message, "finish_reason": self._reason}
         choices = [{**choice, "logprobs": self._logprobs(self._turn.tokens)}]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage}
@@ -114,25 +117,25 @@ class Reply:
         counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         return {**counts, "prompt_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
 
-    def _chunk(self, delta: Json, tokens: Sequence[tuple[int, float]] = (), reason: str | None = None) -> Json:
+    def _chunk(self, delta: Json, tokens: Sequence[TokenDetail] = (), reason: str | None = None) -> Json:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": self._logprobs(tokens)}
         return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _logprobs(self, tokens: Sequence[tuple[int, float]]) -> Json | None:
-        if not self._asked.logprobs or not tokens:
-            return None
-        texts = [(self._turn.owner.texts.token(token_id), logprob) for token_id, logprob in tokens]
-        entries = [{"token": text, "bytes": [*text.encode()], "logprob": of, "top_logprobs": []} for text, of in texts]
-        return {"content": entries, "refusal": None}
+    def _logprobs(self, tokens: Sequence[TokenDetail]) -> Json | None:
+        return {"content": logprobs(self._turn, tokens), "refusal": None} if self._asked.logprobs and tokens else None
+
+
+def logprobs(turn: Turn, tokens: Iterable[TokenDetail]) -> list[Json]:
+    def entry(token: TokenDetail | TopLogprob) -> Json:
+        text = turn.owner.texts.token(token.token_id)
+        return {"token": text, "bytes": [*text.encode()], "logprob": token.logprob}
+
+    return [{**entry(token), "top_logprobs": [*map(entry, token.top_logprobs)]} for token in tokens]
 
 
 def _called(call: ToolCall) -> Json:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": written(call)}}
-
-
-def written(call: ToolCall) -> str:
-    """The arguments as JSON text."""
-    return json.dumps(dict(call.arguments), ensure_ascii=False)
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def error(refused: Refused) -> Json:

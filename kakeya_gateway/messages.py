@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -98,45 +99,48 @@ class Reply:
     def __init__(self, asked: Request, turn: Turn) -> None:
         self._model = asked.model
         self._turn = turn
-        self._kind = ""  # of the block that is open
-        self._count = 0  # of blocks so far
+        self._content: list[Json] = []  # the last block is under way
 
     def begin(self) -> Iterable[Json]:
         yield {"type": "message_start", "message": self._message([], None)}
 
     def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
         if isinstance(piece, Piece):
-            if self._kind != "text":
+            if not self._content or self._content[-1]["type"] != "text":
                 yield from self._open({"type": "text", "text": ""})
+            self._content[-1]["text"] += piece.text
             delta = {"type": "text_delta", "text": piece.text}
         else:
             if not piece.arguments:
                 yield from self._open({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-        yield {"type": "content_block_delta", "index": self._count - 1, "delta": delta}
+        yield {"type": "content_block_delta", "index": len(self._content) - 1, "delta": delta}
 
     def end(self) -> Iterable[Json]:
-        if not self._count:
+        if not self._content:
             yield from self._open({"type": "text", "text": ""})
         yield from self._close()
+        uses = [block for block in self._content if block["type"] == "tool_use"]
+        for block, call in zip_longest(uses, self._turn.calls):
+            if call is None:  # it was cut
+                self._content.remove(block)
+            else:
+                block["input"] = dict(call.arguments)
         delta = {"stop_reason": self._reason, "stop_sequence": self._turn.stop}
         yield {"type": "message_delta", "delta": delta, "usage": self._usage}
         yield {"type": "message_stop"}
 
     def _open(self, block: Json) -> Iterable[Json]:
         yield from self._close()
-        self._kind, self._count = block["type"], self._count + 1
-        yield {"type": "content_block_start", "index": self._count - 1, "content_block": block}
+        self._content.append(block)
+        yield {"type": "content_block_start", "index": len(self._content) - 1, "content_block": {**block}}
 
     def _close(self) -> Iterable[Json]:
-        if self._kind:
-            yield {"type": "content_block_stop", "index": self._count - 1}
+        if self._content:
+            yield {"type": "content_block_stop", "index": len(self._content) - 1}
 
     def whole(self) -> Json:
-        text, calls = self._turn.text, self._turn.calls
-        content: list[Json] = [{"type": "text", "text": text}] if text or not calls else []
-        uses = ({"id": call.id, "name": call.name, "input": dict(call.arguments)} for call in calls)
-        return self._message([*content, *({"type": "tool_use", **use} for use in uses)], self._reason)
+        return self._message(self._content, self._reason)
 
     def _message(self, content: list[Json], reason: str | None) -> Json:
         head = {"id": f"msg_{self._turn.name}", "type": "message", "role": "assistant", "model": self._model}

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from kakeya.tokenization import from_openai_messages
 from kakeya.tools import ToolCallPart
 from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled, Tool
-from kakeya_gateway.chat_completions import HARMLESS, Zero, written
+from kakeya_gateway.chat_completions import HARMLESS, logprobs
 from kakeya_gateway.conversations import Answer, Conversations
 from kakeya_gateway.turns import Piece, Turn
 
@@ -80,9 +80,9 @@ class Request(Sampled):
     text: Text = Text()
     reasoning: Reasoning = Reasoning()
     background: Literal[False] = False
-    include: list[Literal["reasoning.encrypted_content"]] = []  # there is none
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = []  # the former is none
     truncation: Literal["disabled"] = "disabled"
-    top_logprobs: Zero = 0
+    top_logprobs: int = 0
     tools: list[Tool] = []
     tool_choice: Literal["auto", "none", "required"] | Choice = "auto"
     parallel_tool_calls: bool = True
@@ -95,7 +95,8 @@ class Request(Sampled):
         elif self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         messages += _messages(self.input, owner)
-        options = self.options(self.text.format, "text.format")
+        others: Json = {"logprobs": "message.output_text.logprobs" in self.include, "top_logprobs": self.top_logprobs}
+        options = self.options(self.text.format, "text.format", **others)
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.name
         tools = [tool.definition() for tool in self.tools]
         name = None if after is None else after.removeprefix(ID)
@@ -183,25 +184,29 @@ class Reply:
     def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
         if isinstance(piece, Piece):
             if not self._items or self._items[-1]["type"] != "message":
-                yield from self._open(self._message("in_progress", ""))
-                yield self._event("response.content_part.added", **self._place, content_index=0, part=_part(""))
-            self._items[-1]["content"][0]["text"] += piece.text
-            text: Json = {"content_index": 0, "delta": piece.text, "logprobs": []}
+                item: Json = {"id": MESSAGE + self._turn.name, "type": "message", "role": "assistant"}
+                yield from self._open({**item, "content": [_part()]})
+                yield self._event("response.content_part.added", **self._place, content_index=0, part=_part())
+            (part,), tokens = self._items[-1]["content"], logprobs(self._turn, piece.tokens)
+            part["text"], part["logprobs"] = part["text"] + piece.text, part["logprobs"] + tokens
+            text: Json = {"content_index": 0, "delta": piece.text, "logprobs": tokens}
             yield self._event("response.output_text.delta", **self._place, **text)
         else:
             if not piece.arguments:
-                yield from self._open(self._call("in_progress", piece.index, piece.id, piece.name, ""))
+                item = {"id": f"{CALL}{self._turn.name}_{piece.index}", "type": "function_call", "call_id": piece.id}
+                yield from self._open({**item, "name": piece.name, "arguments": ""})
             self._items[-1]["arguments"] += piece.arguments
             yield self._event("response.function_call_arguments.delta", **self._place, delta=piece.arguments)
 
     def end(self) -> Iterable[Json]:
         if not self._items:
-            yield from self.more(Piece("", ()))
+            yield from self.more(Piece(""))
         yield from self._close()
         yield self._event(f"response.{self._status}", response=self._response(self._status, self._items))
 
     def _open(self, item: Json) -> Iterable[Json]:
         yield from self._close()
+        item["status"] = "in_progress"
         self._items.append(item)
         shown = {**item, "content": []} if "content" in item else {**item}
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=shown)
@@ -213,7 +218,7 @@ class Reply:
         item["status"] = self._status
         if item["type"] == "message":
             (part,) = item["content"]
-            said = {"content_index": 0, "text": part["text"], "logprobs": []}
+            said = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             yield self._event("response.output_text.done", **self._place, **said)
             yield self._event("response.content_part.done", **self._place, content_index=0, part=part)
         else:
@@ -222,11 +227,7 @@ class Reply:
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def whole(self) -> Json:
-        calls = self._turn.calls
-        items = [self._message(self._status, self._turn.text)] if self._turn.text or not calls else []
-        for index, call in enumerate(calls):
-            items.append(self._call(self._status, index, call.id, call.name, written(call)))
-        return self._response(self._status, items)
+        return self._response(self._status, self._items)
 
     @property
     def _status(self) -> str:
@@ -253,14 +254,6 @@ class Reply:
             "usage": usage if output else None,
         }
 
-    def _message(self, status: str, text: str) -> Json:
-        item = {"id": MESSAGE + self._turn.name, "type": "message", "role": "assistant"}
-        return {**item, "status": status, "content": [_part(text)]}
-
-    def _call(self, status: str, index: int, name: str, function: str, arguments: str) -> Json:
-        item = {"id": f"{CALL}{self._turn.name}_{index}", "type": "function_call", "status": status}
-        return {**item, "call_id": name, "name": function, "arguments": arguments}
-
     @property
     def _place(self) -> Json:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
@@ -270,5 +263,5 @@ class Reply:
         return {"type": kind, "sequence_number": self._count - 1, **fields}
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part() -> Json:
+    return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kakeya import Progress, StopReason, ToolCallError
+from kakeya import Progress, StopReason, TokenDetail, ToolCallError
 from kakeya.tools import TextPart, ToolCall, ToolCallPart, Tools
 from kakeya_gateway.bodies import Ask, Json, Refused
 from kakeya_gateway.conversations import Answer, Conversation, Conversations, digests
@@ -15,10 +15,10 @@ from kakeya_gateway.texts import Stops, TextReader
 
 
 class Piece(NamedTuple):
-    """Text that can be shown at once. tokens: id and log-probability of each, if they were asked for."""
+    """Text that can be shown at once. tokens: those that came with it, if log-probabilities were asked for."""
 
     text: str
-    tokens: Sequence[tuple[int, float]]
+    tokens: Sequence[TokenDetail] = ()
 
 
 _Read = TextPart | ToolCallPart | ToolCall
@@ -34,7 +34,7 @@ class Turn:
         self.start = len(conversation.ids)
         self.name = f"{conversation.name}{self.start:08x}"  # of this answer, among all of its key
         self.text = ""
-        self.tokens: list[tuple[int, float]] = []
+        self.tokens: list[TokenDetail] = []
         self.calls: list[ToolCall] = []
         self.cached_tokens = 0
         self.is_cut = False  # by a limit of length
@@ -99,7 +99,7 @@ class Turn:
         async for token in self._stream.details():
             is_end = token.token_id in self._ends
             parts = () if is_end else self._reader.feed([token.token_id])
-            tokens = () if token.logprob is None or is_end else ((token.token_id, token.logprob),)
+            tokens = () if token.logprob is None or is_end else (token,)
             for piece in self._read(parts, tokens):
                 yield piece
             if self.stop is not None:
@@ -111,9 +111,9 @@ class Turn:
                 yield piece
         if rest := self._stops.end():
             self.text += rest
-            yield Piece(rest, ())
+            yield Piece(rest)
 
-    def _read(self, parts: Iterable[_Read], tokens: Sequence[tuple[int, float]]) -> Iterable[Piece | ToolCallPart]:
+    def _read(self, parts: Iterable[_Read], tokens: Sequence[TokenDetail]) -> Iterable[Piece | ToolCallPart]:
         text = ""
         for part in parts:
             match part:

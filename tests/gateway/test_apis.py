@@ -114,15 +114,24 @@ def test_a_response_goes_on_and_branches_by_its_id_and_is_there_until_it_is_dele
 
 
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI, runtime: Client) -> None:
-    reply = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, logprobs=True)
-    logprobs = reply.choices[0].logprobs
+    asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
+    logprobs = client.chat.completions.create(**asked).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     with runtime.create_session() as session:
         session.append(tokens_for_chat(HELLO, tiny_tokenizer()))
-        result = session.generate(5, logprobs=True).result()
-    assert result.logprobs is not None
-    assert [entry.logprob for entry in logprobs.content] == pytest.approx(result.logprobs, abs=1e-5)
+        details = list(session.generate(5, top_logprobs=3).details())
+    assert [entry.logprob for entry in logprobs.content] == pytest.approx([each.logprob for each in details], abs=1e-5)
+    tops = [[top.logprob for top in each.top_logprobs] for each in details]
+    assert [[top.logprob for top in entry.top_logprobs] for entry in logprobs.content] == [
+        pytest.approx(top, abs=1e-5) for top in tops
+    ]
+    of_response = client.responses.create(
+        model="tiny", input="Hello", max_output_tokens=5, include=["message.output_text.logprobs"], top_logprobs=3
+    )
+    part: Any = of_response.to_dict()["output"]
+    said = [entry["logprob"] for entry in part[0]["content"][0]["logprobs"]]
+    assert said == pytest.approx([each.logprob for each in details], abs=1e-5)
 
 
 # What is refused, of which API, by which name.
