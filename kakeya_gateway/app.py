@@ -67,7 +67,8 @@ class Gateway:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
         for unused in [name for name, each in self._owners.items() if each.expire() and name != key]:
-            await self._owners.pop(unused).client.close()
+            if (gone := self._owners.pop(unused, None)) is not None:
+                await gone.client.close()
         if (owner := self._owners.get(key)) is None:
             label = f"{self._name}/{hashlib.sha256(key.encode()).hexdigest()[:8]}"
             owner = self._owners[key] = Conversations(self._connect(key), self._texts, label=label, **self._limits)

@@ -182,11 +182,8 @@ class Conversations:
                 if taken is not None:
                     await self._continue(taken, length)
                 elif source is not None:
-                    name = secrets.token_hex(_NAME_CHARACTERS // 2)
-                    forked = await source.session.fork(at_position=length, label=f"{self._label}/{name}")
-                    taken = self._hold(Conversation(name=name, session=forked, ids=ids[:length], floor=len(ids)))
-                    said = source.said.items()
-                    taken.said = {known: place for known, place in said if place[1] <= length}
+                    taken = await self._fork(source, length)
+                    taken.floor = len(ids)
                 else:
                     name = secrets.token_hex(_NAME_CHARACTERS // 2)
                     created = await self.client.create_session(label=f"{self._label}/{name}")
@@ -219,6 +216,17 @@ class Conversations:
             taken.session = await taken.session.rewind(length)
             taken.is_behind = False
             taken.cut(length)
+
+    async def _fork(self, source: Conversation, length: int) -> Conversation:
+        name = secrets.token_hex(_NAME_CHARACTERS // 2)
+        source.is_busy = True
+        try:
+            forked = await source.session.fork(at_position=length, label=f"{self._label}/{name}")
+        finally:
+            source.is_busy = False
+        new = Conversation(name=name, session=forked, ids=source.ids[:], said=dict(source.said))
+        new.cut(length)
+        return self._hold(new)
 
     def _release(self, taken: Conversation | None) -> None:
         """After a failure: what the session has now is at least what is known of it, or nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -41,6 +42,7 @@ class Turn:
         self._ask = ask
         self._conversation = conversation
         self._digest = digest
+        self._reached = [0]  # characters that were read after each number of tokens
         self._reader = TextReader(owner.texts.decode) if tools is None else tools.parser()
         self._stops = Stops(ask.stops)
         self._ends = frozenset(owner.info.eos_token_ids) if tools is None else frozenset[int]()
@@ -114,15 +116,17 @@ class Turn:
             yield Piece(rest)
 
     def _read(self, parts: Iterable[_Read], tokens: Sequence[TokenDetail]) -> Iterable[Piece | ToolCallPart]:
-        text = ""
+        text, reached = "", self._reached[-1]
         for part in parts:
             match part:
                 case TextPart():
+                    reached += len(part.text)
                     text += self._stops.push(part.text)
                 case ToolCallPart():
                     yield part
                 case ToolCall():
                     self.calls.append(part)
+        self._reached.append(reached)
         self.text += text
         self.tokens += tokens
         if text or tokens:
@@ -150,7 +154,13 @@ class Turn:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """What clients can send back as the answer is known: all of it, or what was shown of one that ended early."""
         self._stream.cancel()
-        place = self._conversation.end(self._stream.token_ids, is_whole=self._is_whole)
-        if self._is_whole:
+        ids, is_known = self._stream.token_ids, self._is_whole
+        if not is_known and not self.calls:
+            count = bisect_left(self._reached, len(self.text))
+            if is_known := count < len(self._reached) and self._reached[count] == len(self.text):
+                ids = ids[:count]
+        place = self._conversation.end(ids, is_whole=self._is_whole)
+        if is_known:
             self._conversation.said[self._answered] = place
