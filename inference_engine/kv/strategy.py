@@ -301,6 +301,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
         moved |= {layer for layer in archived if not geometry.layers[layer].value_in_key}
+        moved |= {layer for layers, pair in plan.archived if pair.active.moves_keys for layer in layers.layers}
     if hit := [number for number, read in enumerate(geometry.reads) if read in moved & fixed]:
         raise InvalidArgument(
             "strategy",

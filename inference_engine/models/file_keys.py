@@ -208,6 +208,7 @@ CONFIG_KEYS = _keys(
     ("num_mtp_layers num_nextn_predict_layers", NO_EFFECT, "layers that predict later tokens are not run"),
     ("use_cache cache_implementation", NO_EFFECT, "K and V are the runtime's own"),
     ("chunk_size_feed_forward output_hidden_states output_attentions return_dict", NO_EFFECT, "of transformers' calls"),
+    ("qk_head_dim", NO_EFFECT, "the sum of `qk_nope_head_dim` and `qk_rope_head_dim`"),
     ("id2label label2id problem_type", NO_EFFECT, "of other kinds of models"),
     ("transformers_version _name_or_path name_or_path", NO_EFFECT, _ABOUT),
     ("_sliding_window_pattern is_llama_config rope_interleaved use_mrope", NO_EFFECT, "transformers does not read it"),

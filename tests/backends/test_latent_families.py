@@ -168,6 +168,22 @@ def test_sessions_stay_within_their_bounds_and_other_strategies_are_refused_by_n
                 engine.create_session(strategy=parse_strategy(strategy))
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v2", further("deepseek_v3")])
+def test_a_session_past_the_trained_positions_goes_on_as_in_a_model_that_was_trained_for_them(kind: str) -> None:
+    """Angles are those of each token's own position there, too: as complex numbers in DeepSeek V2."""
+    said = []
+    for trained in (TRAINED_POSITIONS, 4 * TRAINED_POSITIONS):
+        config = config_of(kind)
+        config.max_position_embeddings = trained
+        own = own_model(model_class(config), config)
+        forward = forward_of(own, admitted_once(config_of(kind), model_class(config)))
+        with Engine(forward, EngineConfig(**SMALL)) as engine:
+            session = engine.create_session(strategy=parse_strategy("sink_window:sink=4,window=40")).session_id
+            engine.append(session, text(TRAINED_POSITIONS + 90))
+            said.append(ids_of(engine, session))
+    assert said[0] == said[1]
+
+
 def test_every_weight_of_the_projection_counts(served: Served) -> None:
     """Both halves of `kv_b_proj` are read: a change of either changes what transformers and the engine generate."""
     own, _ = served["deepseek_v3"]

@@ -20,7 +20,7 @@ from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.compressors import make_compressor
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import LayerGeometry
+from inference_engine.kv.geometry import IMMOVABLE, LayerGeometry
 from inference_engine.kv.parts.restored_entries import RestoredEntries
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
@@ -166,6 +166,15 @@ def test_what_codes_or_chooses_entries_is_refused_by_name(spec: str, said: str) 
         check_strategy(parse_strategy(spec), geometry)
     for strategy in (*STRATEGIES, Restored(sink=2, window=8)):
         check_strategy(strategy, geometry)
+
+
+def test_where_keys_cannot_be_moved_a_codec_serves_all_entries_and_none_in_a_window_behind_a_sink() -> None:
+    geometry = laws.context(layers=(replace(LATENT, rotary=IMMOVABLE),)).geometry
+    for spec in ("full:codec=int8", "sink_window:sink=0,window=64,codec=int8,exact_window=20"):
+        check_strategy(parse_strategy(spec), geometry)
+    for spec in ("sink_window:sink=2,window=64", "sink_window:sink=2,window=64,codec=int8,exact_window=20"):
+        with pytest.raises(InvalidArgument, match="needs keys at other positions"):
+            check_strategy(parse_strategy(spec), geometry)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
