@@ -43,9 +43,14 @@ Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
 Kind = tuple[int, tuple[int, ...], tuple[ReadRecord, ...]]
 
 
-def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool) -> bool:
+def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool, has_states: bool = False) -> bool:
     """Are steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
-    can = device.type == "cuda" and has_regions
+    if choice == "on" and has_states:
+        raise BackendError(
+            "graphs=on: steps of a model with recurrent states cannot be recorded, for its layers run for one session "
+            "at a time. Start with graphs=auto"
+        )
+    can = device.type == "cuda" and has_regions and not has_states
     if choice == "on" and not can:
         raise BackendError(
             "graphs=on needs a GPU, kernels=triton and a model without sinks in its heads and recurrent states; this "

@@ -87,8 +87,9 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
     is_even = all(layer.entry.is_even for layer in seam.layers)
     if seam.has_head_sinks or not is_even:
         ops = replace(ops, attends_together=False)
-    can_record = ops.attends_together and not any(seam.states)
-    records_graphs = should_record_graphs(config.graphs, device, has_regions=can_record)
+    records_graphs = should_record_graphs(
+        config.graphs, device, has_regions=ops.attends_together, has_states=bool(seam.states)
+    )
     is_invariant = config.mode is Mode.FIXED_SHAPE
     if not is_invariant and is_even and config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]

@@ -205,7 +205,11 @@ CONFIG_KEYS = _keys(
     ("bos_token_id pad_token_id", NO_EFFECT, "the tokenizer's, which clients have"),
     ("attention_dropout initializer_range output_router_logits router_aux_loss_coef", NO_EFFECT, _TRAINING),
     ("pretraining_tp router_jitter_noise embd_pdrop resid_pdrop", NO_EFFECT, _TRAINING),
+    ("linear_num_key_heads linear_num_value_heads linear_conv_kernel_dim", HONOURED, "layers with a recurrent state"),
+    ("linear_key_head_dim linear_value_head_dim", HONOURED, "the same"),
+    ("full_attention_interval", HONOURED, "the same: which layers have none, where `layer_types` is not there"),
     ("num_mtp_layers num_nextn_predict_layers", NO_EFFECT, "layers that predict later tokens are not run"),
+    ("mtp_num_hidden_layers mtp_use_dedicated_embeddings", NO_EFFECT, "the same"),
     ("use_cache cache_implementation", NO_EFFECT, "K and V are the runtime's own"),
     ("chunk_size_feed_forward output_hidden_states output_attentions return_dict", NO_EFFECT, "of transformers' calls"),
     ("qk_head_dim", NO_EFFECT, "the sum of `qk_nope_head_dim` and `qk_rope_head_dim`"),
@@ -228,6 +232,7 @@ ROPE_KEYS = _keys(
     ("partial_rotary_factor", HONOURED, "the part of a head that is rotated"),
     ("short_factor long_factor", HONOURED, "of `longrope`; a session's limit says which"),
     ("full_attention sliding_attention", HONOURED, "these keys again, for layers of a kind"),
+    ("mrope_section mrope_interleaved", NO_EFFECT, "a token of text has one position, whatever pictures have"),
     ("finetuned", NO_EFFECT, _TRAINING),
 )
 

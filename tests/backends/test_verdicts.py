@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from inference_engine.backends import read_model_spec as reading
-from inference_engine.backends import twin
+from inference_engine.backends import twin, verdicts
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.read_model_spec import read_model_spec
 from inference_engine.backends.twin import text_generator
@@ -136,6 +138,23 @@ def test_a_damaged_verdict_is_tried_again(damage: str, model: ModelConfig, trial
 
     assert found == expected
     assert trials == ["admitted", "native"]
+
+
+def test_an_installed_package_whose_kernels_transformers_takes_leads_to_new_trials(
+    model: ModelConfig, trials: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit(model)
+    distribution = importlib.metadata.distribution
+
+    def installed(name: str) -> Any:
+        return SimpleNamespace(read_text=lambda _: name) if name == "mamba-ssm" else distribution(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "distribution", installed)
+        verdicts._installed.cache_clear()
+        admit(model)
+    verdicts._installed.cache_clear()
+    assert trials == ["admitted"] * 2
 
 
 def test_a_changed_configuration_a_file_of_others_and_doctor_lead_to_new_trials(

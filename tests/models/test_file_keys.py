@@ -160,6 +160,17 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "head_dim": ("llama", {}, 8),
     "hidden_act": ("llama", {}, "gelu"),
     "hidden_activation": ("gemma2", {}, "silu"),
+    **{
+        f"linear_{name}": ("qwen3_next", {}, value)
+        for name, value in {
+            "num_key_heads": 1,
+            "num_value_heads": 4,
+            "key_head_dim": 8,
+            "value_head_dim": 8,
+            "conv_kernel_dim": 3,
+        }.items()
+    },
+    "full_attention_interval": ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, 1),
     "rms_norm_eps": ("llama", {}, 0.1),
     "max_position_embeddings": ("llama", {}, 64),
     "rope_parameters": ("llama", {}, {**_THETA, "rope_theta": 100.0}),
@@ -238,6 +249,18 @@ OTHERS = {
         n_group=1,
         topk_group=1,
         moe_intermediate_size=16,
+    ),
+    "qwen3_next": configured(
+        "Qwen3Next",
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     ),
     "qwen2_moe": configured(
         "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
