@@ -4,21 +4,19 @@
     used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled
 
 Correctness never depends on a file: where anything of one does not agree, the K/V is computed from the history, which
-the journal has. Files are removed in the order in which their sessions were used when they pass a budget.
+the journal has.
 
 The engine's thread reads and writes K/V. Two threads of this module read and write files, one at a time each.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import secrets
 import shutil
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -26,11 +24,11 @@ from typing import Any
 
 from torch import Tensor
 
-from inference_engine.errors import ConfigError
 from inference_engine.kv.part import Saved
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.copy_file import TENSOR_BYTES, CopyFacts, CopyUnusable, CopyWriter, read_copy
+from inference_engine.session.copy_index import CopyIndex, HibernationLimits, stem_of
 from inference_engine.session.journal import CopyBook, CopyRecord
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -40,140 +38,10 @@ logger = logging.getLogger(__name__)
 _MOST_READ = 2  # copies in host memory at the same time
 _WAIT_SECONDS = 0.05  # for a file, while no session runs
 _STOP_SECONDS = 10.0  # for sessions that are saved when the engine stops
-_SHARE = 2  # without a setting, one part in this many of the free space may be used
 _PROBE_BYTES = 16 * 2**20
 _PROBE_REPEATED_BYTES = 2 * 2**20
 _LEAST_PREFILL_TOKENS = 32  # of a prefill whose time says how fast the model is
 _MEMORY = 0.8  # weight of what was measured before
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HibernationLimits:
-    """Settings, named like them. is_measured: save only where reading a file is faster than computing its entries."""
-
-    after_seconds: float
-    is_measured: bool
-    state_bytes: int = 0
-    state_bytes_per_owner: int = 0
-
-
-class CopyIndex:
-    """The files in the folder, the one of the session used longest ago first. Any thread."""
-
-    def __init__(self, book: CopyBook, limits: HibernationLimits, metrics: EngineMetrics) -> None:
-        """Removes files that no record names, and records without a file. Raises ConfigError."""
-        self.folder = book.copies_folder
-        self._book = book
-        self._metrics = metrics
-        self._lock = threading.Lock()
-        self._records: OrderedDict[str, CopyRecord] = OrderedDict()  # by what their files' names begin with
-        self._held: Counter[str | None] = Counter()  # bytes by owner, and of all under None
-        self._most: dict[str | None, int] = {None: limits.state_bytes}
-        self._most_of_owner = limits.state_bytes_per_owner
-        records = book.copies(self._gone)
-        try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            self.folder.chmod(0o700)
-            # A folder is none of ours: `lost+found` of a disk, a file system's snapshots.
-            found = [entry for entry in os.scandir(self.folder) if not entry.is_dir(follow_symlinks=False)]
-            files = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
-            if not limits.state_bytes:
-                self._most[None] = (shutil.disk_usage(self.folder).free + sum(files.values())) // _SHARE
-            for file in files.keys() - {record.file for record in records}:
-                (self.folder / file).unlink()
-        except OSError as error:
-            raise ConfigError(f"copies of K/V cannot be kept in {self.folder}: {error.strerror}") from error
-        for record in records:
-            if files.get(record.file) == record.nbytes:
-                self._add(record)
-            else:
-                book.drop_copy(record.file)
-        for owner in {record.owner for record in records}:
-            self.make_room(owner, 0)
-        self._report()
-
-    def find(self, session_id: str) -> CopyRecord | None:
-        with self._lock:
-            return self._records.get(_stem(session_id))
-
-    def put(self, record: CopyRecord) -> None:
-        """A file that is whole and safe, in place of the one that its session had."""
-        with self._lock:
-            self._remove(_stem(record.session_id))
-            self._add(record)
-        self._book.put_copy(record)
-        self.make_room(record.owner, 0)
-        self._report()
-
-    def used(self, session_id: str) -> None:
-        with self._lock:
-            if (stem := _stem(session_id)) in self._records:
-                self._records.move_to_end(stem)
-
-    def drop(self, session_id: str) -> None:
-        """Remove the session's file, if it has one."""
-        with self._lock:
-            record = self._remove(_stem(session_id))
-        if record is not None:
-            self._book.drop_copy(record.file)
-            self._report()
-
-    def make_room(self, owner: str, nbytes: int, *, kept: Collection[str] = ()) -> bool:
-        """Remove files until `nbytes` more of `owner` are within the budgets. False, and none removed, if they never
-        are. kept: sessions whose files stay."""
-        stems = {_stem(session_id) for session_id in kept}
-        most = dict(self._most)
-        if self._most_of_owner:
-            most[owner] = self._most_of_owner
-        with self._lock:
-            staying = [self._records[stem] for stem in stems if stem in self._records]
-            for whose, limit in most.items():
-                if nbytes + sum(one.nbytes for one in staying if whose in (None, one.owner)) > limit:
-                    return False
-            going = [record for whose in reversed(most) for record in self._take(whose, most[whose] - nbytes, stems)]
-        for record in going:
-            self._book.drop_copy(record.file)
-        return True
-
-    def _take(self, owner: str | None, most: int, kept: Collection[str]) -> Iterator[CopyRecord]:
-        """Take out files of `owner` (None: of all) until at most `most` bytes are left. Lock held."""
-        for stem, record in list(self._records.items()):
-            if self._held[owner] <= most:
-                return
-            if stem not in kept and owner in (None, record.owner):
-                self._remove(stem)
-                yield record
-
-    def _add(self, record: CopyRecord) -> None:
-        self._records[_stem(record.session_id)] = record
-        for whose in (None, record.owner):
-            self._held[whose] += record.nbytes
-
-    def _remove(self, stem: str) -> CopyRecord | None:
-        record = self._records.pop(stem, None)
-        if record is not None:
-            for whose in (None, record.owner):
-                self._held[whose] -= record.nbytes
-            if not self._held[record.owner]:
-                del self._held[record.owner]
-        return record
-
-    def _gone(self, file: str) -> None:
-        """A file was removed: its session was closed or deleted, or it was asked for here."""
-        stem = file.partition("-")[0]
-        with self._lock:
-            if stem in self._records and self._records[stem].file == file:
-                self._remove(stem)
-        self._report()
-
-    def _report(self) -> None:
-        self._metrics.copies.set(len(self._records))
-        self._metrics.copies_bytes.set(self._held[None])
-
-
-def _stem(session_id: str) -> str:
-    """What the names of a session's files begin with."""
-    return hashlib.sha256(session_id.encode()).hexdigest()[:32]
 
 
 @dataclass(slots=True, eq=False)
@@ -351,7 +219,7 @@ class Hibernation:
                 self._metrics.copies_saved.labels("no_room").inc()
                 return None
             facts = CopyFacts.of(self._fingerprint(session), session.history, kv.length)
-            file = f"{_stem(session.session_id)}-{kv.length}-{secrets.token_hex(4)}.kv"
+            file = f"{stem_of(session.session_id)}-{kv.length}-{secrets.token_hex(4)}.kv"
             writer = CopyWriter(self._index.folder / file, facts, list(saved), most_tensors=tensors)
             return _Saving(session, uses, file, facts, _pieces(saved), writer, time.perf_counter())
 
