@@ -39,7 +39,7 @@ RESTORES = ("restored", "refused", "corrupt", "mismatch")
 # `given_up`: the session was used meanwhile; `slower`: prefilling is faster; `no_room`: for so many bytes.
 COPY_SAVES = ("saved", "given_up", "slower", "no_room", "failed")
 # `foreign`: of other tokens, or made under other settings. Where one is not used, its session's history is prefilled.
-COPY_READS = ("used", "missing", "damaged", "foreign", "slower", "failed")
+COPY_READS = ("used", "shared", "no_room", "missing", "damaged", "foreign", "slower", "failed")
 INVARIANTS = ("inv1", "inv2", "inv3")
 # `dropped`: idle, and no more than its token ids.
 PORTS = ("grpc", "http", "metrics")

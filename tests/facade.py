@@ -154,6 +154,13 @@ def save_copies(engine: Engine, folder: Path) -> list[Path]:
     return sorted((folder / COPIES).glob("*.kv"))
 
 
+def copies_known(engine: Engine) -> None:
+    """What the copies that were there at the start begin with is known."""
+    hibernation = engine._scheduler.snapshots
+    assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
+    hibernation._writer.submit(lambda: None).result(LIMIT_SECONDS)
+
+
 @contextmanager
 def speeds(engine: Engine, *, prefill_tokens: float, read_bytes: float) -> Iterator[None]:
     """As if so many tokens were computed, and so many bytes read, in a second."""

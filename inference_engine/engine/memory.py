@@ -22,7 +22,8 @@ from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, bound_of, grows_with_history, whole_segments
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.hibernation import Hibernation, HibernationLimits
+from inference_engine.session.copy_index import HibernationLimits
+from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.journal import CopyBook
 from inference_engine.session.session import Session
 from inference_engine.session.snapshots import NoSnapshots, OpenSnapshots

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -243,7 +244,8 @@ class Beginnings:
         session, running = request.session, list(running)
         if session.kv.takes_room or session.kv.is_dropped:
             self._notifier.release()  # to wake, or to read a copy, may take a while
-        if not self._snapshots.restore(session, is_alone=not running):
+        found = partial(self._sharing.foresee, session, running)
+        if not self._snapshots.restore(session, is_alone=not running, found=found):
             return True
         if not self._sharing.begin(request, running):
             return True

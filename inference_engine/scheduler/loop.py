@@ -164,7 +164,9 @@ class Scheduler:
 
         refuse_late: if it would wait for more than `max_first_token_seconds` for other owners, refuse it.
         """
-        found = self._sharing.foresee(request, self.requests())  # before the lock: it takes that of the store
+        # Before the lock: these take that of the store. Those that come later find it.
+        found = self._sharing.foresee(request.session, self.requests())
+        self._sharing.enter(request.session)
         with self._lock:
             if not self._thread.is_alive():
                 raise InternalError("engine-thread-ended")

@@ -73,12 +73,11 @@ class Sharing:
             self._take(request.session, found.lender, found.held)
         return True
 
-    def foresee(self, request: Request, in_flight: Iterable[Request]) -> int:
+    def foresee(self, session: Session, in_flight: Iterable[Request]) -> int:
         """How many of its first tokens will have entries of others when it begins, as far as is known now; also of
-        those `in_flight` that it will wait for. Any thread, before it is queued; those after it find it.
+        those `in_flight` that it will wait for. Any thread.
         """
-        found = self._find(request.session, in_flight)
-        self._store.prefixes.enter(request.session)
+        found = self._find(session, in_flight)
         return found.coming if found.ahead is not None else found.held
 
     def _find(self, session: Session, others: Iterable[Request]) -> PrefixFound:

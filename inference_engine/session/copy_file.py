@@ -1,7 +1,8 @@
 """A copy of a session's K/V in a file, in the format of safetensors.
 
     8 bytes    how long the header is
-    header     JSON: dtype, shape and place of each tensor; beside them what it is a copy of, and each tensor's CRC-32
+    header     JSON: dtype, shape and place of each tensor; beside them what it is a copy of, the digests of what its
+               history begins with (`session/prefixes.py`), and each tensor's CRC-32
     data       the tensors, one after another
 
 It is written under another name, synced and renamed, so that a file under its own name is whole. A reader checks
@@ -15,10 +16,10 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch import Tensor
 from inference_engine.kv.part import Saved
 from inference_engine.session.history import History
 
+T = TypeVar("T")
 UNFINISHED = ".part"
 _DTYPES = {
     "F64": torch.float64,
@@ -71,10 +73,15 @@ class CopyUnusable(Exception):
 class CopyWriter:
     """A file that is being written. Nothing is there under its name before `finish`."""
 
-    def __init__(self, path: Path, facts: CopyFacts, names: Sequence[str], *, most_tensors: int) -> None:
-        """names: of all that the parts of a session save. most_tensors: how many will be added at most."""
+    def __init__(
+        self, path: Path, facts: CopyFacts, names: Sequence[str], digests: Sequence[bytes], *, most_tensors: int
+    ) -> None:
+        """names: of all that the parts of a session save. digests: of its beginnings. most_tensors: how many will be
+        added at most.
+        """
         self._path, self._unfinished = path, path.with_name(path.name + UNFINISHED)
-        self._metadata = {**facts.as_text(), "names": json.dumps(list(names))}
+        begins = " ".join(digest.hex() for digest in digests)
+        self._metadata = {**facts.as_text(), "names": json.dumps(list(names)), "begins": begins}
         self._tensors: dict[str, dict[str, object]] = {}
         self._checksums: dict[str, int] = {}
         self._end = 0  # of the data so far
@@ -137,11 +144,28 @@ class CopyWriter:
             os.close(file)
 
 
-def read_copy(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
-    """All tensors of a copy, in host memory. Raises CopyUnusable unless all of it agrees."""
+def read_copy(path: Path, expected: Mapping[str, str], header_crc: int) -> Saved:
+    """All tensors of a copy, in host memory. expected: some of its facts, or all.
+
+    Raises CopyUnusable unless all of it agrees.
+    """
+    return _opened(path, lambda file: _read(file, expected, header_crc))
+
+
+def read_digests(path: Path, header_crc: int) -> list[bytes]:
+    """Of what the history of a copy begins with; none, if it is of an older program. Raises CopyUnusable."""
+
+    def read(file: int) -> list[bytes]:
+        metadata = _header(file, header_crc)[0]["__metadata__"]
+        return [bytes.fromhex(digest) for digest in metadata.get("begins", "").split()]
+
+    return _opened(path, read)
+
+
+def _opened(path: Path, read: Callable[[int], T]) -> T:
     try:
         with path.open("rb", buffering=0) as file:
-            return _read(file.fileno(), facts, header_crc)
+            return read(file.fileno())
     except FileNotFoundError as error:
         raise CopyUnusable("missing", "the file is not there") from error
     except OSError as error:
@@ -150,7 +174,8 @@ def read_copy(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
         raise CopyUnusable("damaged", f"the header is not one of a copy: {error!r}") from error
 
 
-def _read(file: int, facts: CopyFacts, header_crc: int) -> Saved:
+def _header(file: int, header_crc: int) -> tuple[dict[str, Any], int]:
+    """The header, and where the data begins."""
     size = os.fstat(file).st_size
     header_bytes = int.from_bytes(os.pread(file, 8, 0), "little")
     if not 0 < header_bytes <= size - 8:
@@ -159,13 +184,17 @@ def _read(file: int, facts: CopyFacts, header_crc: int) -> Saved:
     _fill(file, memoryview(header), 8)
     if zlib.crc32(header) != header_crc:
         raise CopyUnusable("damaged", "the header is not the one that was recorded")
-    tensors = json.loads(header)
+    return json.loads(header), 8 + header_bytes
+
+
+def _read(file: int, expected: Mapping[str, str], header_crc: int) -> Saved:
+    tensors, begin = _header(file, header_crc)
     metadata: Mapping[str, str] = tensors.pop("__metadata__")
-    for name, expected in facts.as_text().items():
-        if metadata[name] != expected:
-            raise CopyUnusable("foreign", f"its {name} is {metadata[name][:400]}, and expected is {expected[:400]}")
+    for name, value in expected.items():
+        if metadata[name] != value:
+            raise CopyUnusable("foreign", f"its {name} is {metadata[name][:400]}, and expected is {value[:400]}")
     found: dict[str, list[tuple[Tensor, ...]]] = {name: [] for name in json.loads(metadata["names"])}
-    for key, checksum, tensor in _tensors(file, 8 + header_bytes, tensors, json.loads(metadata["crc32"])):
+    for key, checksum, tensor in _tensors(file, begin, tensors, json.loads(metadata["crc32"])):
         if zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data) != checksum:
             raise CopyUnusable("damaged", f"the tensor {key} has another checksum")
         name, piece, _ = key.rsplit("/", 2)

@@ -10,13 +10,14 @@ import os
 import shutil
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import CopyBook, CopyRecord
 
+_MOST_DIGESTS = 64  # of each file that are looked for: 16,000 tokens, with segments of 256
 _SHARE = 2  # without a setting, one part in this many of the free space may be used
 
 
@@ -43,6 +44,8 @@ class CopyIndex:
         self._held: Counter[str | None] = Counter()  # bytes by owner, and of all under None
         self._most: dict[str | None, int] = {None: limits.state_bytes}
         self._most_of_owner = limits.state_bytes_per_owner
+        self._begin: dict[bytes, dict[str, CopyRecord]] = {}  # by digest, and by what files' names begin with
+        self._digests: dict[str, tuple[bytes, ...]] = {}
         records = book.copies(self._gone)
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -65,15 +68,52 @@ class CopyIndex:
             self.make_room(owner, 0)
         self._report()
 
+    # -- what copies begin with -------------------------------------------------------------------------------------
+
+    def learn(self, record: CopyRecord, digests: Sequence[bytes]) -> None:
+        """It begins so. Nothing happens if the file was removed meanwhile."""
+        with self._lock:
+            if self._records.get(stem := stem_of(record.session_id)) == record:
+                self._digests[stem] = tuple(digests[:_MOST_DIGESTS])
+                for digest in self._digests[stem]:
+                    self._begin.setdefault(digest, {})[stem] = record
+
+    def unlearn(self, record: CopyRecord) -> None:
+        """It is of no use to others than its own session."""
+        with self._lock:
+            self._unlearn(stem_of(record.session_id))
+
+    def _unlearn(self, stem: str) -> None:
+        for digest in self._digests.pop(stem, ()):
+            del self._begin[digest][stem]
+            if not self._begin[digest]:
+                del self._begin[digest]
+
+    def unlearned(self) -> list[CopyRecord]:
+        """Those of which it is not known what they begin with."""
+        with self._lock:
+            return [record for stem, record in self._records.items() if stem not in self._digests]
+
+    def beginning_with(self, digests: Sequence[bytes]) -> tuple[CopyRecord, int] | None:
+        """The smallest of the copies that have the most of these digests, and how many; None: none has any."""
+        with self._lock:
+            for number in range(min(len(digests), _MOST_DIGESTS), 0, -1):
+                if records := self._begin.get(digests[number - 1]):
+                    return min(records.values(), key=lambda record: record.nbytes), number
+        return None
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
     def find(self, session_id: str) -> CopyRecord | None:
         with self._lock:
             return self._records.get(stem_of(session_id))
 
-    def put(self, record: CopyRecord) -> None:
-        """A file that is whole and safe, in place of the one that its session had."""
+    def put(self, record: CopyRecord, digests: Sequence[bytes]) -> None:
+        """A file that is whole and safe, in place of the one that its session had. digests: of its beginnings."""
         with self._lock:
             self._remove(stem_of(record.session_id))
             self._add(record)
+        self.learn(record, digests)
         self._book.put_copy(record)
         self.make_room(record.owner, 0)
         self._report()
@@ -124,6 +164,7 @@ class CopyIndex:
 
     def _remove(self, stem: str) -> CopyRecord | None:
         record = self._records.pop(stem, None)
+        self._unlearn(stem)
         if record is not None:
             for whose in (None, record.owner):
                 self._held[whose] -= record.nbytes

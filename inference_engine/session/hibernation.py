@@ -2,6 +2,7 @@
 
     idle        saved, a piece between two steps; given up if the session is used meanwhile
     used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled
+    begun like  by a session without a copy of its own: what both begin with is kept in memory, as of a closed session
 
 Correctness never depends on a file: where anything of one does not agree, the K/V is computed from the history, which
 the journal has.
@@ -27,14 +28,25 @@ from torch import Tensor
 from inference_engine.kv.part import Saved
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.copy_file import TENSOR_BYTES, CopyFacts, CopyUnusable, CopyWriter, read_copy
+from inference_engine.session.copy_file import (
+    TENSOR_BYTES,
+    CopyFacts,
+    CopyUnusable,
+    CopyWriter,
+    read_copy,
+    read_digests,
+)
 from inference_engine.session.copy_index import CopyIndex, HibernationLimits, stem_of
 from inference_engine.session.journal import CopyBook, CopyRecord
+from inference_engine.session.prefixes import border
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 
 logger = logging.getLogger(__name__)
 
+_MOST_LONGER = (
+    2  # a copy of another session may be so many times as long as what is wanted of it, unless it is measured
+)
 _MOST_READ = 2  # copies in host memory at the same time
 _WAIT_SECONDS = 0.05  # for a file, while no session runs
 _STOP_SECONDS = 10.0  # for sessions that are saved when the engine stops
@@ -52,6 +64,7 @@ class _Saving:
     uses: int
     file: str
     facts: CopyFacts
+    digests: list[bytes]
     pieces: Iterator[tuple[str, int, tuple[Tensor, ...]]]
     writer: CopyWriter
     began: float
@@ -61,9 +74,13 @@ class _Saving:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A copy that is being read for a session whose Generate waits for it."""
+    """A copy that is being read for a session whose Generate waits for it.
+
+    tokens: so many of its first ones both have; None: it is the session's own.
+    """
 
     record: CopyRecord
+    tokens: int | None
     copy: Future[Saved]
     began: float = field(default_factory=time.perf_counter)
 
@@ -106,6 +123,8 @@ class Hibernation:
         self._reader = ThreadPoolExecutor(1, "kakeya-copy-reader")
         if limits.is_measured:
             self._reader.submit(self._measure)
+        if store.kept_prefixes.most_bytes:
+            self._writer.submit(self._learn)  # not the reader, for which Generates wait
 
     # -- what is measured -------------------------------------------------------------------------------------------
 
@@ -125,6 +144,20 @@ class Hibernation:
         if not self._limits.is_measured or not self._prefill_seconds or not self._read_seconds:
             return True
         return nbytes * self._read_seconds < tokens * self._prefill_seconds
+
+    def _pays_for_another(self, record: CopyRecord, tokens: int) -> bool:
+        """As `_pays`, for `tokens` of what may be a longer copy of another session."""
+        if self._prefill_seconds and self._read_seconds:
+            return record.nbytes * self._read_seconds < tokens * self._prefill_seconds
+        return record.length <= _MOST_LONGER * tokens
+
+    def _learn(self) -> None:
+        """What the copies that were there at the start begin with."""
+        for record in self._index.unlearned():
+            try:
+                self._index.learn(record, read_digests(self._index.folder / record.file, record.header_crc))
+            except CopyUnusable as unusable:  # its own session will say so
+                logger.debug("what a copy begins with could not be read: %s", unusable)
 
     def _measure(self) -> None:
         """How long the disk takes for a byte that is not in memory. Not where that would take most of its space."""
@@ -220,8 +253,9 @@ class Hibernation:
                 return None
             facts = CopyFacts.of(self._fingerprint(session), session.history, kv.length)
             file = f"{stem_of(session.session_id)}-{kv.length}-{secrets.token_hex(4)}.kv"
-            writer = CopyWriter(self._index.folder / file, facts, list(saved), most_tensors=tensors)
-            return _Saving(session, uses, file, facts, _pieces(saved), writer, time.perf_counter())
+            digests = self._store.prefixes.digests_of(session, kv.length)
+            writer = CopyWriter(self._index.folder / file, facts, list(saved), digests, most_tensors=tensors)
+            return _Saving(session, uses, file, facts, digests, _pieces(saved), writer, time.perf_counter())
 
     def _save_piece(self, saving: _Saving) -> None:
         with self._store.undisturbed(saving.session, saving.uses) as is_idle:
@@ -238,7 +272,8 @@ class Hibernation:
     def _has_saved(self, saving: _Saving, header_crc: int) -> None:
         session, nbytes = saving.session, saving.writer.nbytes
         self._index.put(
-            CopyRecord(session.session_id, session.owner, saving.file, saving.facts.length, nbytes, header_crc)
+            CopyRecord(session.session_id, session.owner, saving.file, saving.facts.length, nbytes, header_crc),
+            saving.digests,
         )
         self._metrics.copies_saved.labels("saved").inc()
         self._metrics.copy_save_seconds.observe(time.perf_counter() - saving.began)
@@ -252,19 +287,23 @@ class Hibernation:
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
-    def restore(self, session: Session, *, is_alone: bool) -> bool:
-        """Give an empty session, which its Generate holds, the K/V of its copy. False: it is being read; ask again.
+    def restore(self, session: Session, *, is_alone: bool, found: Callable[[], int]) -> bool:
+        """Give an empty session, which its Generate holds, the K/V of its copy, or have that of another one that begins
+        alike kept in memory. False: it is being read; ask again.
 
         Afterwards the session has the copy's K/V, or none, and goes on with what it has. is_alone: no session runs, so
-        that the call may wait a moment.
+        that the call may wait a moment. found: how many tokens it begins with that others have in memory.
         """
         reading = self._readings.get(session)
         if reading is None:
-            record = self._wanted(session)
+            record, tokens = self._wanted(session), None
+            if record is None:
+                record, tokens = self._of_another(session, found)
             if record is None:
                 return True
-            if len(self._readings) < _MOST_READ or self._has_dropped_one():
-                reading = self._begin_reading(session, record)
+            is_being_read = any(one.record.file == record.file for one in self._readings.values())
+            if not is_being_read and (len(self._readings) < _MOST_READ or self._has_dropped_one()):
+                reading = self._begin_reading(session, record, tokens)
         self._asking.add(session)
         if is_alone:
             wait([one.copy for one in self._readings.values()], _WAIT_SECONDS, return_when="FIRST_COMPLETED")
@@ -283,14 +322,16 @@ class Hibernation:
                 return True
         return False
 
-    def _begin_reading(self, session: Session, record: CopyRecord) -> _Reading | None:
+    def _begin_reading(self, session: Session, record: CopyRecord, tokens: int | None) -> _Reading | None:
         with self._store.locked():
             if session.is_closed:  # its history is gone; the Generate ends in the next round
                 return None
-            facts = CopyFacts.of(self._fingerprint(session), session.history, record.length)
-        copy = self._reader.submit(read_copy, self._index.folder / record.file, facts, record.header_crc)
+            expected = {"fingerprint": self._fingerprint(session)}
+            if tokens is None:
+                expected = CopyFacts.of(expected["fingerprint"], session.history, record.length).as_text()
+        copy = self._reader.submit(read_copy, self._index.folder / record.file, expected, record.header_crc)
         copy.add_done_callback(lambda _: self._wake())
-        reading = self._readings[session] = _Reading(record, copy)
+        reading = self._readings[session] = _Reading(record, tokens, copy)
         return reading
 
     def _wanted(self, session: Session) -> CopyRecord | None:
@@ -305,23 +346,54 @@ class Hibernation:
             return None
         return record
 
+    def _of_another(self, session: Session, found: Callable[[], int]) -> tuple[CopyRecord | None, int]:
+        """A copy whose session began alike, and how many tokens of it are worth reading it: more than were `found`."""
+        kv, store = session.kv, self._store
+        if kv.length or session.is_closed or not kv.keeps_every_entry or not store.kept_prefixes.most_bytes:
+            return None, 0
+        segment = kv.context.geometry.segment_tokens
+        known = self._index.beginning_with(store.prefixes.digests_of(session, len(session.history) - 1))
+        if known is None:
+            return None, 0
+        record, borders = known
+        tokens = border(borders - 1, segment)
+        more = tokens - found()
+        # What is kept has room of its own, or none.
+        has_room = record.nbytes <= store.kept_prefixes.most_bytes
+        if more < segment or not has_room or not self._pays_for_another(record, more):
+            return None, 0
+        return record, tokens
+
     def _put_in_place(self, session: Session, reading: _Reading) -> None:
         record = reading.record
         try:
             saved = reading.copy.result()
-            session.kv.load(record.length, saved)
-            session.refresh_facts()
-        except CopyUnusable as unusable:
-            self._not_used(session, unusable.outcome, unusable)
-        except Exception as error:  # noqa: BLE001 - logged, and the history has all
-            session.forget_entries()
-            self._not_used(session, "failed", error)
+            if reading.tokens is None:
+                session.kv.load(record.length, saved)
+                session.refresh_facts()
+            elif not self._store.keep_copy(session, record.length, reading.tokens, saved):
+                self._index.unlearn(record)
+                self._metrics.copies_read.labels("no_room").inc()
+                return
+        except Exception as error:  # noqa: BLE001 - the history has all
+            self._not_usable(session, reading, error)
         else:
             seconds = time.perf_counter() - reading.began
             self._has_read(record.nbytes, seconds)
-            self._index.used(session.session_id)
-            self._metrics.copies_read.labels("used").inc()
+            self._index.used(record.session_id)
+            self._metrics.copies_read.labels("used" if reading.tokens is None else "shared").inc()
             self._metrics.copy_read_seconds.observe(seconds)
+
+    def _not_usable(self, session: Session, reading: _Reading, error: Exception) -> None:
+        outcome = error.outcome if isinstance(error, CopyUnusable) else "failed"
+        if reading.tokens is not None:  # of another session, which will find out by itself
+            logger.warning("a copy of a session that begins alike is not used (%s): %s", outcome, error)
+            self._metrics.copies_read.labels(outcome).inc()
+            self._index.unlearn(reading.record)
+            return
+        if outcome == "failed":
+            session.forget_entries()
+        self._not_used(session, outcome, error)
 
     def _not_used(self, session: Session, outcome: str, error: Exception) -> None:
         logger.warning(

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from inference_engine.kv.memory.pool import Run
+from inference_engine.kv.part import Saved
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import Marks, TokenIds
@@ -92,7 +93,44 @@ class KeptPrefixes:
         if not self.most_bytes or not LEAST_TOKENS <= length <= len(session.history) or not kv.may_be_kept:
             return False
         kv.shrink()
-        new = KeptPrefix(
+        new = self._new(session, kv, length, now)
+        if new.nbytes > self.most_bytes or self._is_elsewhere(new):
+            return False
+        for other in self._that_it_goes_on_from(new):
+            self._release(other, "replaced")
+        self._hold(new)
+        self._index.add(new, new.digests)
+        return True
+
+    def keep_copy(self, session: Session, kv: SessionKV, length: int, tokens: int, saved: Saved, now: float) -> bool:
+        """Engine's thread, without the lock: keep the first `tokens` of what a session that began as this one saved
+        after `length`. kv: empty, for that alone. False, and it is released: it cannot go back so far, there are too
+        many bytes, or they were needed meanwhile.
+
+        Raises OSError. As with copying, only this thread writes to what is given back.
+        """
+        with self._lock:
+            new = self._new(session, kv, tokens, now)
+            self._hold(new)
+        is_done = False
+        try:
+            kv.load(length, saved)
+            if is_done := kv.kept(tokens) == tokens:
+                kv.rewind(tokens)
+        finally:
+            with self._lock:
+                if new.is_gone or not is_done or new.nbytes > self.most_bytes:
+                    is_done = False
+                    if not new.is_gone:
+                        self._release(new, "budget")
+                else:
+                    kv.shrink()
+                    self._count(new, kv.reserved.sustained_bytes - new.nbytes)
+                    self._index.add(new, new.digests)
+        return is_done
+
+    def _new(self, session: Session, kv: SessionKV, length: int, now: float) -> KeptPrefix:
+        return KeptPrefix(
             owner=session.owner,
             kv=kv,
             history=KeptTokens.of(session.history, length),
@@ -100,18 +138,20 @@ class KeptPrefixes:
             used_at=now,
             nbytes=kv.reserved.sustained_bytes,
         )
-        if new.nbytes > self.most_bytes or self._is_elsewhere(new):
-            return False
-        for other in self._that_it_goes_on_from(new):
-            self._release(other, "replaced")
+
+    def _hold(self, new: KeptPrefix) -> None:
+        """Let it be given back from now on, and others within the budget."""
         self._held.setdefault(new.owner, OrderedDict())[new] = None
-        self._bytes[new.owner] += new.nbytes
-        self.nbytes += new.nbytes
-        self._index.add(new, new.digests)
-        while self.nbytes > self.most_bytes:
-            self._release(self._next(), "budget")
+        nbytes, new.nbytes = new.nbytes, 0
+        self._count(new, nbytes)
+        while self.nbytes > self.most_bytes and (going := self._next()) is not new:
+            self._release(going, "budget")
+
+    def _count(self, kept: KeptPrefix, more: int) -> None:
+        kept.nbytes += more
+        self._bytes[kept.owner] += more
+        self.nbytes += more
         self._report()
-        return True
 
     def _is_elsewhere(self, new: KeptPrefix) -> bool:
         """Could all of it be taken from another one that is kept, up to its last border? Then that one was used."""

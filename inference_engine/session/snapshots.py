@@ -20,8 +20,11 @@ class Snapshots(Protocol):
     def poll(self) -> bool:
         """Save a piece of a session. Is there more to do at once?"""
 
-    def restore(self, session: Session, *, is_alone: bool) -> bool:
-        """Give an empty session the K/V of its snapshot, if there is one. False: it is being read; ask again."""
+    def restore(self, session: Session, *, is_alone: bool, found: Callable[[], int]) -> bool:
+        """Give an empty session the K/V of its snapshot, or have that of another one that begins alike kept in memory,
+        if there is one. False: it is being read; ask again. found: how many tokens it begins with that others have in
+        memory.
+        """
 
     def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a snapshot may have them."""
@@ -49,7 +52,7 @@ class NoSnapshots:
     def poll(self) -> bool:
         return False
 
-    def restore(self, session: Session, *, is_alone: bool) -> bool:
+    def restore(self, session: Session, *, is_alone: bool, found: Callable[[], int]) -> bool:
         return True
 
     def invalidate(self, session: Session) -> None:

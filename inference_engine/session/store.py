@@ -30,6 +30,7 @@ from inference_engine.errors import (
     SessionNotFound,
 )
 from inference_engine.kv.context import KVContext
+from inference_engine.kv.part import Saved as SavedEntries
 from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
@@ -415,6 +416,20 @@ class SessionStore:
         finally:
             if pinned is not None:
                 self.unpin(pinned)
+
+    def keep_copy(self, session: Session, length: int, tokens: int, saved: SavedEntries) -> bool:
+        """Engine's thread: keep the first `tokens` of what a session that began as this one saved after `length`, as if
+        it had closed. From free memory only; False if there is not enough of it. Raises OSError.
+        """
+        kv = session.kv
+        # As long as it may be, so that its keys are rotated as this session's are.
+        limit = max(length, kv.limit_tokens or 0)
+        try:
+            with self._lock:
+                new = SessionKV(kv.strategy, self._context, limit, tokens=length if kv.grows else None)
+        except NoCapacity:
+            return False
+        return self.kept_prefixes.keep_copy(session, new, length, tokens, saved, self._clock())
 
     def continue_behind(self, session: Session, lender: Lender, at: int) -> bool:
         """Engine's thread: have a session without entries of its own read the first `at` of another's in place, and

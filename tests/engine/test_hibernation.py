@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event
 from unittest.mock import patch
 
 from inference_engine.engine import Engine
 from inference_engine.kv.part import Saved
-from inference_engine.session.copy_file import CopyFacts, read_copy
+from inference_engine.session.copy_file import read_copy
 from inference_engine.types import Finished, GenerateParams, TokenCommitted
 from tests.facade import (
     drop_entries,
@@ -133,9 +133,9 @@ def test_auto_writes_and_reads_a_file_only_where_that_is_faster_than_a_prefill(t
 def test_copies_read_for_generates_that_may_not_begin_keep_no_other_owner_waiting(tmp_path: Path) -> None:
     is_read = Event()
 
-    def read_later(path: Path, facts: CopyFacts, header_crc: int) -> Saved:
+    def read_later(path: Path, expected: Mapping[str, str], header_crc: int) -> Saved:
         assert is_read.wait(30)
-        return read_copy(path, facts, header_crc)
+        return read_copy(path, expected, header_crc)
 
     settings = {"max_running": 3, "windowed": False, "strategy": "sink_window:sink=4,window=32"}
     with keeping(tmp_path, make=made(**settings)) as engine:
