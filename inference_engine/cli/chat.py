@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 COMMANDS = (
-    "/info shows the session, /back drops the last turn, /retry answers it again, /quit ends the chat; Ctrl-C stops an "
+    "/info shows the session, /back drops the last turn, /retry answers it again, /fork N goes on behind turn N in "
+    "another session (no N: behind the last), /switch goes to the next session, /quit ends the chat; Ctrl-C stops an "
     "answer"
 )
 PROMPT = "> "
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         with process.progress().status("getting ready"):
             conversation = _open(args, stack)
+        conversations = [conversation]  # the original and its forks
         is_interactive = sys.stdin.isatty()
         if is_interactive:
             console.print(COMMANDS, style="dim")
@@ -101,6 +103,20 @@ def run(args: argparse.Namespace) -> int:
                     dropped = conversation.back()
                     text = f"{counted(dropped, 'token')} dropped · history {conversation.session.history_length}"
                     console.print(text, style="dim", markup=False)
+                case ["/fork"] | ["/fork", _] if (turns := _forked_turns(message, conversation)) is not None:
+                    if turns > conversation.turns:
+                        text = f"there is no turn {turns}: this session has {counted(conversation.turns, 'turn')}"
+                        console.print(text, style="dim", markup=False)
+                        continue
+                    forked = _forked(conversation, turns, stack, console)
+                    if forked is not None:
+                        conversations.append(forked)
+                        conversation = forked
+                        console.print(_place(conversation, conversations), style="dim", markup=False)
+                case ["/switch"]:
+                    index = (conversations.index(conversation) + 1) % len(conversations)
+                    conversation = conversations[index]
+                    console.print(_place(conversation, conversations), style="dim", markup=False)
                 case [word] if is_interactive and word.startswith("/") and word != "/retry":
                     console.print(f"unknown command {word}; {COMMANDS}", style="dim", markup=False)
                 case words:
@@ -160,6 +176,30 @@ def _messages(is_interactive: bool) -> Iterator[str]:
     with contextlib.suppress(EOFError):
         while True:
             yield input(PROMPT)
+
+
+def _forked_turns(message: str, conversation: Conversation) -> int | None:
+    """Behind which turn a fork is asked for; None: the message is none of that."""
+    _, *number = message.split()
+    if not number:
+        return conversation.turns
+    return int(number[0]) if number[0].isdecimal() else None
+
+
+def _forked(conversation: Conversation, turns: int, stack: ExitStack, console: Console) -> Conversation | None:
+    """None: there is no room, which was said, and the chat goes on."""
+    from kakeya import NoCapacity, QuotaExceeded
+
+    try:
+        return stack.enter_context(conversation.fork(turns))
+    except (NoCapacity, QuotaExceeded) as error:
+        console.print(f"no fork: {error}", style="dim", markup=False, soft_wrap=True)
+        return None
+
+
+def _place(conversation: Conversation, conversations: Sequence[Conversation]) -> str:
+    number, length = conversations.index(conversation) + 1, conversation.session.history_length
+    return f"session {number} of {len(conversations)} · {counted(conversation.turns, 'turn')} · history {length}"
 
 
 def _answer(conversation: Conversation, message: str | None, args: argparse.Namespace, console: Console) -> Turn:

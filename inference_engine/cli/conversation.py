@@ -76,6 +76,13 @@ class Conversation:
         self._rewind(last.answer_begins)
         return self._answer(last.begins, (), max_tokens=max_tokens, show=show, **sampling)
 
+    def fork(self, turns: int) -> Conversation:
+        """Another conversation, which begins with the first `turns` of this one; this one stays as it is."""
+        at = self._said[turns].begins if turns < self.turns else None
+        forked = Conversation(self.session.fork(at_position=at), self._tokenizer, system=self._system)
+        forked._said = self._said[:turns]
+        return forked
+
     def _rewind(self, position: int) -> int:
         before = self.session.history_length
         self.session = self.session.rewind(position)

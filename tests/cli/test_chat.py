@@ -115,6 +115,26 @@ def test_back_drops_the_last_turn_and_retry_answers_it_again(chat: Chat, server:
         assert anew == one, "the same message at the beginning has the same answer"
 
 
+def test_fork_goes_on_behind_any_turn_and_switch_comes_back(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=3")
+    typed = "One\nTwo\n/fork 1\nTwo\n/switch\n/fork\n/fork 9\nThree\n/switch\n/fork 0\nOne\n"
+    status, printed, _ = chat(typed, *options)
+    assert status == 0
+    one, two, again, three, anew = COST.findall(printed)
+    assert (again, anew) == (two, one), "a fork answers as the session would that it begins with"
+    lengths = int(one[3]), int(two[3])
+    places = re.findall(r"session (\d) of (\d) · (\d) turns? · history (\d+)", printed)
+    assert places == [
+        ("2", "2", "1", str(lengths[0])),
+        ("1", "2", "2", str(lengths[1])),
+        ("3", "3", "2", str(lengths[1])),
+        ("1", "3", "2", str(lengths[1])),
+        ("4", "4", "0", "0"),
+    ]
+    assert "there is no turn 9: this session has 2 turns" in printed
+    assert int(three[3]) > lengths[1]
+
+
 def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, server: Server, tiny_folder: Path) -> None:
     """As Python reads bytes from a pipe that are none."""
     status, printed, said = chat("caf\udce9\n", "--model", tiny_folder, "--target", server.target)
