@@ -72,12 +72,14 @@ class Gateway:
         if (owner := self._owners.get(key)) is None:
             label = f"{self._name}/{hashlib.sha256(key.encode()).hexdigest()[:8]}"
             owner = self._owners[key] = Conversations(self._connect(key), self._texts, label=label, **self._limits)
+        owner.asking += 1
         try:
             await owner.ready()
-        except BaseException:
-            if not owner.is_found and self._owners.pop(key, None) is not None:
+        finally:
+            owner.asking -= 1
+            if not owner.is_found and not owner.asking:  # the key is not accepted, or the server is not there
+                self._owners.pop(key, None)
                 await owner.client.close()
-            raise
         return owner
 
 

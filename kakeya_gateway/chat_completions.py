@@ -56,7 +56,7 @@ class Request(Sampled):
     parallel_tool_calls: bool = True
 
     def ask(self) -> Ask:
-        most = self.max_completion_tokens or self.max_tokens
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         if self.max_tokens not in (None, most):
             raise Refused("max_completion_tokens has another value; send one of them", param="max_tokens")
         bias = {int(token): value for token, value in self.logit_bias.items()}

@@ -113,6 +113,7 @@ class Conversations:
         self.info: ServerInfo
         self._used_at = monotonic()
         self.is_found = False  # what the server has of an earlier gateway's
+        self.asking = 0  # requests that wait for it
         self._closing: set[asyncio.Task[None]] = set()
 
     async def ready(self) -> None:

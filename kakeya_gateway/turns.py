@@ -67,6 +67,8 @@ class Turn:
             raise Refused(said, param="model", status=404, code="model_not_found")
         if not ask.messages or ask.messages[-1]["role"] == "assistant":
             raise Refused("must end with one that is not the assistant's, to be answered", param="messages")
+        if not ask.tools and ask.choice not in ("auto", "none"):
+            raise Refused("needs tools", param="tool_choice")
         tools = await owner.texts.tools(ask.tools)
         if tools is not None and ask.choice != "none" and ask.options["constraint"] is not None:
             raise Refused("may be called, so the output cannot be held to a format", param="tools")

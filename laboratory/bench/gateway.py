@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import httpx2
 
 from inference_engine.cli.serve import ready_target
+from inference_engine.errors import ConfigError
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import add_model, model_config, ratios
 from laboratory.bench.start import started
@@ -32,7 +33,7 @@ from laboratory.evaluation.sessions import turned
 
 STATELESS, SHARING = "the port, prefixes not shared", "the port, prefixes shared"
 RUN = [sys.executable, "-m", "inference_engine.cli.main"]
-PARAGRAPHS = "docs/concepts.md"
+PAGES = ("concepts", "architecture", "operations", "durability")
 SAMPLED = {"temperature": 1.0, "seed": 1}
 LAST = 10  # turns, of which times are taken
 
@@ -107,11 +108,13 @@ def prefilled(port: str) -> int:
 
 
 def words_of(turns: int) -> list[str]:
-    """Something to say in each turn: sentences of a page."""
-    page = (Path(__file__).parents[2] / PARAGRAPHS).read_text(encoding="utf-8")
-    sentences = [each.replace("\n", " ").strip() for each in re.split(r"(?<=\.)\s", page)]
+    """Something to say in each turn: sentences of our pages."""
+    docs = Path(__file__).parents[2] / "docs"
+    text = "\n".join((docs / f"{page}.md").read_text(encoding="utf-8") for page in PAGES)
+    sentences = [each.replace("\n", " ").strip() for each in re.split(r"(?<=\.)\s", text)]
     found = [each for each in sentences if 40 <= len(each) <= 160 and not re.search(r"[|`#\[]", each)]
-    assert len(found) >= turns, f"{PARAGRAPHS} has {len(found)} sentences"
+    if turns > len(found):
+        raise ConfigError(f"--turns must be at most {len(found)}, the sentences that there are to say, got {turns}")
     return found[:turns]
 
 

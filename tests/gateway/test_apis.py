@@ -147,6 +147,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"temperature": "hot"}, "temperature"),
     (CHAT, {"temperature": -1}, "temperature"),
     (CHAT, {"max_tokens": 0}, "max_tokens"),
+    (CHAT, {"max_tokens": None, "max_completion_tokens": 0}, "max_tokens"),
+    (CHAT, {"tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "Hi"}]}, "messages"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
