@@ -126,10 +126,12 @@ class Conversations:
                 self.is_found = True
 
     def expire(self) -> bool:
-        """Close the sessions that were not used for long. True: none is left, and the key was not used either."""
+        """Close sessions that were not used for long, or are too many. True: the key has none, and was not used."""
         limit = monotonic() - self._idle_seconds
         for each in [each for each in self._held.values() if not each.is_busy and each.used_at < limit]:
             self._close(each)
+        while len(self._held) > self._most and (oldest := self._oldest()) is not None:
+            self._close(oldest)
         return not self._held and not self._closing and self._used_at < limit
 
     async def ids_of(self, ask: Ask, tools: Tools | None) -> tuple[Ids[int], bytes]:
@@ -253,8 +255,7 @@ class Conversations:
     def _hold(self, new: Conversation) -> Conversation:
         new.is_busy = True
         self._held[new.name] = new
-        while len(self._held) > self._most and (oldest := self._oldest()) is not None:
-            self._close(oldest)
+        self.expire()
         return new
 
     def _oldest(self) -> Conversation | None:
