@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if bind_error(address):
         raise cannot_bind("--port", address)
     info = _without_key(args)
+    if info is None:
+        connect_async(args, args.target, api_key="any")  # refused now, and not with each request: a key in the clear
     if not address.is_loopback:
         _refuse_open_doors(address, args, has_keys=info is None)
     with process.progress().status("getting ready"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import ssl
+import sys
 from pathlib import Path
 
 import httpx2
@@ -48,6 +49,15 @@ def test_beyond_loopback_it_asks_for_keys_and_a_certificate(
     with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB", "--api-key-file", key_file) as guarded:
         assert main.main([*asked, "--server", guarded.target]) == 1
         assert "--tls-cert-file" in capsys.readouterr().err
+
+
+def test_without_its_extra_it_says_which_one_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kakeya_gateway.app", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main.main(["gateway"]) == 1
+    assert "kakeya-runtime[gateway]" in capsys.readouterr().err
 
 
 @further_test
