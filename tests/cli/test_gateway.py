@@ -38,17 +38,12 @@ def test_it_serves_until_it_is_stopped_and_leaves_the_sessions_to_the_next(serve
         client.session(left.id).close()
 
 
-def test_beyond_loopback_it_asks_for_keys_and_a_certificate(
-    server: Server, tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_beyond_loopback_it_asks_for_keys(
+    server: Server, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    key_file = tmp_path / "keys"
-    key_file.write_text("a-key-of-its-owner\n")
     asked = ["gateway", "--host", "0.0.0.0", "--port", "0", "--tokenizer", str(tiny_folder)]
     assert main.main([*asked, "--server", server.target]) == 1
     assert "answers without a key" in capsys.readouterr().err
-    with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB", "--api-key-file", key_file) as guarded:
-        assert main.main([*asked, "--server", guarded.target]) == 1
-        assert "--tls-cert-file" in capsys.readouterr().err
 
 
 def test_without_its_extra_it_says_which_one_it_needs(
@@ -61,7 +56,9 @@ def test_without_its_extra_it_says_which_one_it_needs(
 
 
 @further_test
-def test_beyond_loopback_it_speaks_tls_and_asks_the_server_for_each_key(tmp_path: Path, tiny_folder: Path) -> None:
+def test_beyond_loopback_it_speaks_tls_and_asks_the_server_for_each_key(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     key_file = tmp_path / "keys"
     key_file.write_text("a-key-of-its-owner\n")
     authority = Authority()
@@ -76,6 +73,8 @@ def test_beyond_loopback_it_speaks_tls_and_asks_the_server_for_each_key(tmp_path
             "--host=0.0.0.0",
             "--port=0",
         ]
+        assert main.main(arguments) == 1
+        assert "--tls-cert-file" in capsys.readouterr().err
         arguments += ["--tls-cert-file", files["tls_cert_file"], "--tls-key-file", files["tls_key_file"]]
         with ending(started(PROGRAM, *arguments)) as gateway:
             assert gateway.stdout is not None

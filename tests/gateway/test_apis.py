@@ -13,6 +13,7 @@ import pytest
 
 from kakeya import Client
 from kakeya.tokenization import tokens_for_chat
+from tests.further import further_test
 from tests.tiny_folder import END, tiny_tokenizer
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
@@ -119,6 +120,7 @@ def test_a_response_goes_on_and_branches_by_its_id_and_is_there_until_it_is_dele
         client.responses.create(input="x", instructions="Be long.", previous_response_id=third.id, **asked)
 
 
+@further_test
 def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI, runtime: Client) -> None:
     asked: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "logprobs": True, "top_logprobs": 3}
     logprobs = client.chat.completions.create(**asked).choices[0].logprobs

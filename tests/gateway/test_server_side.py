@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 
 from kakeya import Client
+from tests.further import further_test
 from tests.gateway.conftest import ENDS, gateway_for
 from tests.server_thread import server_thread
 from tests.tiny_native import served_engine
@@ -41,6 +42,7 @@ def test_the_servers_keys_are_the_gateways(tmp_path: Path) -> None:
     engine.close()
 
 
+@further_test
 def test_what_a_key_may_not_have_is_a_429_that_says_when_to_come_back() -> None:
     """Sessions that are idle make room; one that is busy does not."""
     is_over = threading.Event()  # until then an answer takes long
@@ -66,6 +68,7 @@ def test_what_a_key_may_not_have_is_a_429_that_says_when_to_come_back() -> None:
     engine.close()
 
 
+@further_test
 def test_a_server_that_is_gone_is_a_503() -> None:
     engine = served_engine(end_ids=ENDS, windowed=False)
     with server_thread(engine) as target, gateway_for(target, timeout=1.0) as url:

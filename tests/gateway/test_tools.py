@@ -14,6 +14,7 @@ from inference_engine.types import TokenBytes
 from kakeya import Client
 from kakeya.tools import ToolCall, ToolResult, Tools
 from tests.conformance.tool_families import FAMILIES
+from tests.further import further
 from tests.gateway.conftest import gateway_for
 from tests.server_thread import server_thread
 from tests.tiny import VOCABULARY
@@ -115,7 +116,7 @@ def test_messages_call_tools_and_read_their_results(http: httpx2.Client, runtime
     begins(runtime, ids)
 
 
-@pytest.mark.parametrize("by", ["the id of the response", "its items", "references to its items"])
+@pytest.mark.parametrize("by", ["the id of the response", further("its items"), further("references to its items")])
 def test_responses_call_tools_and_read_their_results(
     http: httpx2.Client, runtime: Client, tokenizer: Any, by: str
 ) -> None:
