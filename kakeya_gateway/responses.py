@@ -63,6 +63,8 @@ class Choice(Body):
 
 def _in_items(given: Any) -> Any:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if not isinstance(items, list):
+        return given
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
 
 

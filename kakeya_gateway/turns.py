@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -39,6 +38,7 @@ class Turn:
         self.calls: list[ToolCall] = []
         self.cached_tokens = 0
         self.is_cut = False  # by a limit of length
+        self._is_cut_within_call = False
         self._ask = ask
         self._conversation = conversation
         self._digest = digest
@@ -110,9 +110,11 @@ class Turn:
                 return
         result = await self._stream.result()
         self.is_cut = result.stop_reason in (StopReason.MAX_TOKENS, StopReason.TRUNCATED)
-        with suppress(ToolCallError):  # the answer was cut within a call
+        try:
             for piece in self._read(self._reader.finish(), ()):
                 yield piece
+        except ToolCallError:
+            self._is_cut_within_call = True
         if rest := self._stops.end():
             self.text += rest
             yield Piece(rest)
@@ -143,7 +145,7 @@ class Turn:
 
     @property
     def _is_whole(self) -> bool:
-        return self._stream.is_finished
+        return self._stream.is_finished and not self._is_cut_within_call
 
     @property
     def _answered(self) -> bytes:

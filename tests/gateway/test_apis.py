@@ -158,6 +158,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (MESSAGES, {"max_tokens": None}, "max_tokens"),
     (RESPONSES, {"background": True}, "background"),
+    (RESPONSES, {"input": 5}, "input"),
     (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0]"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "msg_unknown"}]}, "input[0].id"),
 ]

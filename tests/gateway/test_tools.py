@@ -170,6 +170,8 @@ def test_a_call_that_is_cut_is_not_made_and_results_of_other_calls_are_refused(h
     asked: Any = {"tools": tools, "max_tokens": 20, "tool_choice": "required"}
     reply = post(http, "/v1/chat/completions", messages=[QUESTION], **asked)["choices"][0]
     assert (reply["finish_reason"], reply["message"].get("tool_calls")) == ("length", None)
+    on = [QUESTION, reply["message"], QUESTION]
+    post(http, "/v1/chat/completions", messages=on, **asked)
     made = post(http, "/v1/chat/completions", messages=[QUESTION], **asked | {"max_tokens": 200})["choices"][0]
     other = {"role": "tool", "tool_call_id": "another", "content": ANSWER}
     refused = http.post(
