@@ -305,6 +305,7 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     small = copy.deepcopy(config)
     text = small.get_text_config()
     count: int = text.num_hidden_layers
+    kinds = layer_types(text)
     own = [_attributes_of_layer(text, layer) for layer in layers]
     text.per_layer_config = None  # what differs by layer can be read as that of all now
     heads: int = text.num_attention_heads
@@ -361,6 +362,11 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
         # Other parts (a vision tower) become as small as possible: no token passes through them.
         if isinstance(part, PretrainedConfig) and part is not text and getattr(part, "num_hidden_layers", None):
             part.num_hidden_layers = 1
+    if layer_types(text) != [kinds[layer] for layer in layers]:
+        raise ModelError(
+            f"{text.model_type!r} has layers of several kinds, and which is which follows from a rule that the runtime "
+            "does not know: a small twin of it cannot be made"
+        )
     small.dtype = text.dtype = torch.float32
     return small
 

@@ -15,7 +15,7 @@ test: the module runs over one token, and its cache says what it was given.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -78,17 +78,29 @@ class SessionMixer(nn.Module):
     number: of the layer in the model. now: has the `plan` of the step. keeps: what a session holds for it.
     """
 
-    def __init__(self, original: nn.Module, number: int, now: Any, *, hidden_size: int) -> None:
+    def __init__(
+        self, original: nn.Module, number: int, now: Any, *, hidden_size: int, alike: SessionMixer | None = None
+    ) -> None:
+        """alike: one whose module has the same sizes. Raises ModelError if it keeps no state in its cache."""
         super().__init__()
         self.original = original
         self.number = number
         self._now: Any = now
         names = inspect.signature(original.forward).parameters
-        self._cache_name = next(name for name in _CACHE_NAMES if name in names)
-        parameter = next(original.parameters())
+        self._cache_name = next((name for name in _CACHE_NAMES if name in names), "")
+        if not self._cache_name:
+            raise ModelError(
+                f"{type(original).__name__} (layer {number}) takes no cache as {' or '.join(_CACHE_NAMES)}, and cannot "
+                "be served"
+            )
+        self._places: tuple[tuple[str, int], ...]
+        self.keeps: Recurrent
+        if alike is not None:
+            self._places, self.keeps = alike._places, alike.keeps
+            return
         found = StateCache()
         with torch.inference_mode():
-            self._call(parameter.new_zeros(1, 1, hidden_size, dtype=_floating(original)), found)
+            self._call(_convolution(original).weight.new_zeros(1, 1, hidden_size), found)
         if not found.tensors:
             raise ModelError(
                 f"{type(original).__name__} (layer {number}) keeps its state elsewhere than in the cache that it is "
@@ -120,10 +132,14 @@ class SessionMixer(nn.Module):
         return out
 
 
-def _floating(module: nn.Module) -> torch.dtype:
-    """The dtype of its inputs: that of its convolution, which no format quantises."""
-    convolution = next(child for child in module.modules() if isinstance(child, nn.Conv1d))
-    return convolution.weight.dtype
+def _convolution(module: nn.Module) -> nn.Conv1d:
+    """Over the sequence. It has the dtype of the module's inputs: no format quantises it."""
+    return next(child for child in module.children() if isinstance(child, nn.Conv1d))
+
+
+def _sizes(module: nn.Module) -> tuple[Hashable, ...]:
+    """What its state depends on."""
+    return type(module), *((name, one.shape, one.dtype) for name, one in module.named_parameters())
 
 
 def is_mixer(module: nn.Module) -> bool:
@@ -147,9 +163,12 @@ def take_mixers(
             f"{type(model).__name__}: {len(wanted)} layers have a recurrent state by its configuration, and modules "
             f"with one are found in {len(places)}; it cannot be served"
         )
-    found = {}
+    found: dict[int, SessionMixer] = {}
+    by_sizes: dict[tuple[Hashable, ...], SessionMixer] = {}
     for number in wanted:
         parent, name, child = places[number]
-        found[number] = SessionMixer(child, number, now, hidden_size=config.hidden_size)
-        setattr(parent, name, found[number])
+        alike = by_sizes.get(sizes := _sizes(child))
+        mixer = SessionMixer(child, number, now, hidden_size=config.hidden_size, alike=alike)
+        by_sizes[sizes] = found[number] = mixer
+        setattr(parent, name, mixer)
     return found

@@ -131,7 +131,7 @@ def _given(item: pytest.Item) -> dict[str, Any]:
 def _can_be(item: pytest.Item) -> bool:
     """Not about what its executor refuses."""
     given = _given(item)
-    grows = any(given.get(name) == value for name, value in GROWING.items())
+    grows = given.get("executor") == MLX and any(given.get(name) == value for name, value in GROWING.items())
     is_about_entries = given.get("executor") == HYBRID and getattr(item, "originalname", "") in OF_ENTRIES
     return not grows and not is_about_entries and Mode.FIXED_SHAPE not in given.values()
 

@@ -45,7 +45,8 @@ _ALIGNMENT = 16  # bytes, of each tensor of a state
 
 @dataclass(slots=True)
 class States:
-    """The states of all layers after the same number of tokens. memory: [bytes], of the pool, zeros at first."""
+    """The states of all layers after the same number of tokens. memory: [bytes], of the pool; after no tokens it holds
+    anything."""
 
     layers: Mapping[int, Recurrent]
     memory: Tensor
@@ -68,6 +69,7 @@ class States:
 
     def put(self, layer: int, state: State) -> None:
         for view, tensor in zip(self.views[layer], state, strict=True):
+            assert (view.shape, view.dtype) == (tensor.shape, tensor.dtype), "a state is made of the same each time"
             view.copy_(tensor)
 
     def copy_from(self, other: States) -> None:
@@ -137,10 +139,10 @@ class RecurrentStates(Part):
         self._allocation = allocation
         self._nbytes = [allocation_bytes([demand], itemsize=context.geometry.itemsize) for demand in demands]
         layers = context.geometry.state_layers
-        sets = []
-        for demand, start in zip(demands, allocation.starts, strict=True):
-            sets.append(States(layers, context.pool.run(demand, start).view(torch.uint8)))
-            sets[-1].clear()
+        sets = [
+            States(layers, context.pool.run(demand, start).view(torch.uint8))
+            for demand, start in zip(demands, allocation.starts, strict=True)
+        ]
         self.committed, self._replayed = sets[0], sets[1] if len(sets) > 1 else None
         self._prefix = prefix
         self._lent: list[PrefixStates] = []  # this session holds them, too
@@ -266,6 +268,8 @@ class RecurrentStates(Part):
                     for layer, (mixer, hidden) in self._inputs.items():
                         self._run(layer, mixer, hidden[:, :kept])
             if kept:
+                if len(self._working) != len(self.committed.layers):
+                    raise InvariantViolated("INV1", f"{len(self._working)} states were computed for {kept} tokens")
                 for layer, state in self._working.items():
                     self._of.put(layer, state)
                 self._of.position = length
