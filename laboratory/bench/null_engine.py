@@ -110,6 +110,7 @@ class NullEngine(Engine):
             kv_capacity_bytes=1,
             kv_reserved_bytes=0,
             prefix_capacity_bytes=0,
+            recurrent_state_bytes=0,
             tier_capacity_bytes=0,
             tier_reserved_bytes=0,
             drafter="",
