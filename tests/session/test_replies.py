@@ -74,6 +74,7 @@ def test_contents_that_differ_in_anything_have_different_digests() -> None:
         "sampling": Sampling(seed=7),
         "stop_token_ids": (1,),
         "logprobs": True,
+        "top_logprobs": 2,
         "expected_history_length": 5,
         "drafting": False,
         "constraint": Constraint(kind=ConstraintKind.REGEX, source="a"),
