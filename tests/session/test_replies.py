@@ -82,7 +82,9 @@ def test_contents_that_differ_in_anything_have_different_digests() -> None:
     }
     assert list(changed) == [field.name for field in dataclasses.fields(params)]
     others: list[tuple[object, ...]] = [
-        (dataclasses.replace(params, **{name: value}),) for name, value in changed.items()
+        # Likeliest tokens are asked for with log-probabilities alone.
+        (dataclasses.replace(params, **{name: value, **({"logprobs": True} if name == "top_logprobs" else {})}),)
+        for name, value in changed.items()
     ]
     others += [(params,), (b"ab", b"c"), (b"a", b"bc"), (b"abc",), ("abc",), (["a", "bc"],), (None,), (0,), ()]
     assert len(digests(*others)) == len(others)
