@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import types
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference_engine.config import ModelConfig, resolve
 from inference_engine.models import tokenizer_folder
-from kakeya import Client, DeadlineExceeded, Session, SinkWindow, tokenization
+from kakeya import Client, DeadlineExceeded, Session, SinkWindow, tokenization, tools
 from tests.processes import LIMIT_SECONDS, Server, kakeya_serve
 
 pytestmark = pytest.mark.real_model
 
 MODEL = "smollm2-135m"
+PAGE = Path(__file__).parents[2] / "docs" / "agents_turn.md"
 QUESTIONS = ("What is the capital of France?", "How many legs does a dog have?")
 TOKENS = 16
 
@@ -131,3 +135,33 @@ def gauge(server: Server, name: str) -> float:
     with urllib.request.urlopen(url, timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_the_agent_of_the_documents_calls_and_answers(
+    server: Server, client: Client, tokenizer: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every program of the page, one after another; what is about a session goes on with one."""
+    given = {
+        "127.0.0.1:50051": server.target,
+        "path/to/the/served/model": str(tokenizer_folder(MODEL, resolve(ModelConfig).cache_path)),
+    }
+    whole, *others = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for shown, real in given.items():
+        assert shown in whole
+        whole = whole.replace(shown, real)
+    module = types.ModuleType("agent")
+    sys.modules["agent"] = module  # annotations of functions are looked up in it
+    try:
+        exec(compile(whole, str(PAGE), "exec"), module.__dict__)
+        *_, ordered = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(r"ordered \d+ of .* \d+", ordered)
+        with client.create_session() as session:
+            session.append(module.tools.tokens_for_chat([{"role": "user", "content": "Is there tea?"}]))
+            module.__dict__["session"] = session
+            for program in others:
+                exec(compile(program, str(PAGE), "exec"), module.__dict__)
+            attempts = module.attempts
+        assert all(isinstance(call, tools.ToolCall) for calls in attempts for call in calls)
+        assert len(attempts) == 4
+    finally:
+        del sys.modules["agent"]

@@ -154,11 +154,11 @@ export class Tools {
   get instructions(): string {
     if (this.#showsTools || this.tools.size === 0) return "";
     const described = this.schemas.map((schema) => dumped(schema["function"])).join("\n");
+    const said = `You can call these functions:\n<tools>\n${described}\n</tools>`;
+    // In a message a marker is text, and no example of the token.
+    if (this.#marked.markers.idOf.size > 0) return said;
     const written = example(this.format, "NAME", { PARAMETER: "VALUE" });
-    return (
-      `You can call these functions:\n<tools>\n${described}\n</tools>\n\nTo call one, write its name and its ` +
-      `arguments in this form:\n${written}`
-    );
+    return `${said}\n\nTo call one, write its name and its arguments in this form:\n${written}`;
   }
 
   // -- what is said to the model -----------------------------------------------------------------------------------------

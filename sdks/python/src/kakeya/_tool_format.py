@@ -222,7 +222,10 @@ def _calling(
             {
                 "id": of_id,
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(given) if takes_text else dict(given)},
+                "function": {
+                    "name": name,
+                    "arguments": json.dumps(given, ensure_ascii=False) if takes_text else dict(given),
+                },
             }
             for of_id, name, given in calls
         ],

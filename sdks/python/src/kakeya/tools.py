@@ -161,11 +161,11 @@ class Tools:
         if self._shows_tools or not self.tools:
             return ""
         described = "\n".join(json.dumps(schema["function"], ensure_ascii=False) for schema in self.schemas)
+        said = f"You can call these functions:\n<tools>\n{described}\n</tools>"
+        if self._marked.markers.id_of:
+            return said  # in a message a marker is text, and no example of the token
         written = example(self.format, "NAME", {"PARAMETER": "VALUE"})
-        return (
-            f"You can call these functions:\n<tools>\n{described}\n</tools>\n\nTo call one, write its name and its "
-            f"arguments in this form:\n{written}"
-        )
+        return f"{said}\n\nTo call one, write its name and its arguments in this form:\n{written}"
 
     # -- what is said to the model -------------------------------------------------------------------------------------
 
