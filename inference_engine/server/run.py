@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import RequestError
+from inference_engine.errors import Draining, RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
@@ -91,8 +91,10 @@ class ServerHandle:
         if self._http:
             self._http.refuse_work()
         await asyncio.to_thread(self._engine.drain, self._config.drain_seconds)
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(self._calls.wait_idle(), LEAVE_SECONDS)
+        except TimeoutError:  # of clients that do not read, or of a journal that is away
+            self._calls.end_all(Draining())
         if self._http:
             await self._http.stop()
         await self._server.stop(FLUSH_SECONDS)

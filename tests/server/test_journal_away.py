@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import kakeya
 from inference_engine.engine import Engine
+from inference_engine.server import run
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
 from tests.kept import after_a_kill, keeping, remote, saved
@@ -144,17 +145,27 @@ async def test_a_call_that_the_gap_met_is_done_once_when_it_is_repeated(
 
 
 async def test_a_server_that_stops_while_the_journal_is_away_ends_and_loses_nothing_that_was_sent(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run, "LEAVE_SECONDS", 0.2)
     with remote(tmp_path) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
-            session = await client.open()
+            session, streaming = await client.open(), await client.open_endless()
             said = await client.generate(session, 5)
+            stream = client.stream(pb.GenerateRequest(session_id=streaming, max_tokens=30_000))
+            frames = [await stream.read()]
             journal.cuts_at_commit = True
             assert is_pending(await refused(client.append(session, [1, 2])))
+            paused = asyncio.ensure_future(refused(read_rest(stream, into=frames)))
+            await server.drain_and_stop()
+            assert (await paused).reason == "UNAVAILABLE DRAINING"
+    received = [frame.token_id for frame in frames]
     with keeping(tmp_path) as engine:
-        engine.recall(session)
-        assert engine.read_history(session).token_ids.tolist() == [*HISTORY, *said]
+        for one, known in ((session, [*HISTORY, *said]), (streaming, [*HISTORY, *received])):
+            engine.recall(one)
+            ids = engine.read_history(one).token_ids.tolist()
+            assert ids[: len(known)] == known, "what was sent is there"
+            assert one == streaming or len(ids) == len(known)
 
 
 async def test_an_agent_of_the_sdk_sees_a_pause(tmp_path: Path) -> None:
