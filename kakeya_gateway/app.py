@@ -27,7 +27,7 @@ from kakeya_gateway import chat_completions, messages, responses
 from kakeya_gateway.bodies import Ask, Json, Refused
 from kakeya_gateway.conversations import Conversations
 from kakeya_gateway.texts import Texts
-from kakeya_gateway.turns import Piece, Turn
+from kakeya_gateway.turns import Piece, Turn, require_model
 
 MAX_BODY_BYTES = 2**24
 # Proxies give up an answer of which nothing comes, most of them after a minute. Readers skip comments.
@@ -104,6 +104,7 @@ async def message(asked: messages.Request, owner: Owner) -> Response:
 @routes.post("/v1/messages/count_tokens")
 async def count(asked: messages.Counted, owner: Owner) -> Response:
     ask = asked.ask()
+    require_model(ask.model, owner)
     tools = await owner.texts.tools(ask.tools)
     return JSONResponse({"input_tokens": len(await owner.texts.begin(ask.messages, tools))})
 
@@ -128,9 +129,20 @@ async def delete(name: str, owner: Owner) -> Response:
 @routes.get("/v1/models")
 async def models(owner: Owner) -> Response:
     name = owner.info.model_id
-    own = {"id": name, "display_name": name, "owned_by": "kakeya", "created": 0, "created_at": "1970-01-01T00:00:00Z"}
     ends = {"first_id": name, "last_id": name, "has_more": False}
-    return JSONResponse({"object": "list", "data": [{**own, "object": "model", "type": "model"}], **ends})
+    return JSONResponse({"object": "list", "data": [_described(name)], **ends})
+
+
+@routes.get("/v1/models/{name:path}")
+async def model(name: str, owner: Owner) -> Response:
+    require_model(name, owner)
+    return JSONResponse(_described(name))
+
+
+def _described(name: str) -> Json:
+    """As OpenAI has it, and Anthropic. When it was made is not known."""
+    shown = {"id": name, "object": "model", "created": 0, "owned_by": "kakeya"}
+    return {**shown, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 @routes.get("/healthz")

@@ -21,6 +21,13 @@ class Piece(NamedTuple):
     tokens: Sequence[TokenDetail] = ()
 
 
+def require_model(name: str, owner: Conversations) -> None:
+    """Raises Refused for another than the server's."""
+    if name != (served := owner.info.model_id):
+        said = f"this server has {served!r}, not {name[:80]!r}"
+        raise Refused(said, param="model", status=404, code="model_not_found")
+
+
 _Read = TextPart | ToolCallPart | ToolCall
 
 
@@ -62,9 +69,7 @@ class Turn:
     @classmethod
     async def begin(cls, ask: Ask, owner: Conversations) -> Turn:
         """Find or open the session, append what is new, and generate. Raises the SDK's errors, and Refused."""
-        if ask.model != (served := owner.info.model_id):
-            said = f"this server has {served!r}, not {ask.model[:80]!r}"
-            raise Refused(said, param="model", status=404, code="model_not_found")
+        require_model(ask.model, owner)
         if not ask.messages or ask.messages[-1]["role"] == "assistant":
             raise Refused("must end with one that is not the assistant's, to be answered", param="messages")
         if not ask.tools and ask.choice not in ("auto", "none"):

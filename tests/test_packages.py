@@ -98,7 +98,8 @@ def test_the_runtimes_wheel_is_for_one_kind_of_machine_and_any_python(wheels: di
     python, abi, machine = wheels["kakeya-runtime"].stem.split("-")[-3:]
     with zipfile.ZipFile(wheels["kakeya-runtime"]) as archive:
         held = set(archive.namelist())
-    assert {"inference_engine/native/src/kernels.cpp", "inference_engine/backends/known_verdicts.json"} <= held
+    ours = {"inference_engine/native/src/kernels.cpp", "inference_engine/backends/known_verdicts.json"}
+    assert ours | {"kakeya_gateway/app.py", "kakeya_gateway/py.typed"} <= held
     assert (f"inference_engine/native/{LIBRARY.name}" in held) == (machine != "any") == (load() is not None)
     assert (python, abi) == ("py3", "none")
 

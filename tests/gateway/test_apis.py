@@ -184,7 +184,8 @@ def test_a_model_that_is_not_served_is_not_found(http: httpx2.Client) -> None:
         reply = http.post(path, json=body | {"model": "gpt-4"})
         assert reply.status_code == 404
         assert "tiny" in reply.json()["error"]["message"]
-    assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny"]
+    assert http.get("/v1/models").json()["data"] == [http.get("/v1/models/tiny").json()]
+    assert http.get("/v1/models/gpt-4").status_code == 404
 
 
 def test_a_page_that_calls_itself_this_machine_is_refused(http: httpx2.Client) -> None:
