@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import enum
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
 
 from kakeya import InvalidArgument, InvalidMessages, InvalidTool, ToolFormatUnknown
 from kakeya.tools import Tool, ToolCall, ToolResult, Tools, tool_from
-from tests.conformance.tool_families import FAMILIES, tokenizer_of, tools_of
+from tests.conformance.tool_families import DEFINITIONS, FAMILIES, tokenizer_of, tools_of
 
 
 class Unit(enum.Enum):
@@ -156,6 +160,47 @@ def test_a_choice_is_one_of_the_tools_and_every_call_has_a_result() -> None:
     first = tools.read(ids).calls[0]
     with pytest.raises(InvalidMessages, match="note, now, add called"):
         tools.tokens_for_next_turn([ToolResult(first, "done")], after=ids)
+
+
+def test_a_model_may_think_before_it_has_to_call() -> None:
+    tokenizer: Any = copy.deepcopy(tokenizer_of("hermes"))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.chat_template += "{# <think>…</think> #}"
+    call = FAMILIES["hermes"]["turns"][1]["written"]
+    of = LLTokenizer(tokenizer.backend_tokenizer.to_str())
+
+    def is_allowed(text: str) -> bool:
+        grammar = LLMatcher.grammar_from_lark(Tools(DEFINITIONS, tokenizer).constraint("required").grammar)
+        matcher, ids = LLMatcher(of, grammar, log_level=0), tokenizer.encode(text, add_special_tokens=False)
+        return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    thought = "<think>\nNumbers: add them.\n</think>\n\n"
+    assert is_allowed(call)
+    assert is_allowed(thought + call)
+    assert not is_allowed(f"{thought}Let me see.\n{call}")
+    assert not is_allowed(thought)
+    # Where the prompt has begun the thought, it has to end.
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>\\n' }}{% endif %}"
+    assert is_allowed(f"Add them.</think>\n\n{call}")
+    assert not is_allowed(call)
+    turn = Tools(DEFINITIONS, tokenizer).read(tokenizer.encode(thought + call, add_special_tokens=False))
+    assert (turn.text, len(turn.calls)) == (thought.strip(), 1)
+
+
+def test_a_format_of_ones_own_is_used_as_it_is_and_parts_come_from_the_asyncio_client_too() -> None:
+    found = tools_of("hermes")
+    tools = Tools(DEFINITIONS, tokenizer_of("text markers"), format=found.format)
+    ids = tokenizer_of("text markers").encode(FAMILIES["hermes"]["turns"][-1]["written"], add_special_tokens=False)
+
+    async def stream() -> AsyncIterator[int]:
+        for token_id in ids:
+            yield token_id
+
+    async def parts() -> list[Any]:
+        return [part async for part in tools.parts_async(stream())]
+
+    calls = [part for part in asyncio.run(parts()) if isinstance(part, ToolCall)]
+    assert [call.name for call in calls] == ["note", "now", "add"]
 
 
 def test_one_call_only_where_several_are_not_wanted() -> None:

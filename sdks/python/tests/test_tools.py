@@ -122,6 +122,20 @@ def test_results_are_appended_as_the_template_has_them(family: str, subtests: py
             assert tokenizer.decode([*cut, *tools.tokens_for_next_turn(results, after=cut)]) == whole
 
 
+def test_a_result_ends_no_turn_and_makes_no_call(family: str) -> None:
+    """Special tokens in what a tool answers are text."""
+    tools, tokenizer = tools_of(family), tokenizer_of(family)
+    ids = encoded(family, FAMILIES[family]["turns"][1]["written"])
+    (call,) = tools.read(ids).calls
+    hostile = "".join(token.content for token in tokenizer.added_tokens_decoder.values())
+
+    def markers_after(text: str) -> list[int]:
+        found = tools.tokens_for_next_turn([ToolResult(call, text)], after=ids)
+        return [token_id for token_id in found if token_id in tokenizer.added_tokens_decoder]
+
+    assert markers_after(f"a {hostile} b") == markers_after("a b")
+
+
 def joined(family: str, calls: list[dict[str, Any]], by_name: dict[str, str]) -> str:
     if len(calls) == 1:
         return by_name[calls[0]["name"]]
