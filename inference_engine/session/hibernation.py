@@ -371,7 +371,7 @@ class Hibernation:
             if reading.tokens is None:
                 session.kv.load(record.length, saved)
                 session.refresh_facts()
-            elif not self._store.keep_copy(session, record.length, reading.tokens, saved):
+            elif not self._store.kept_prefixes.keep_copy(session, record.length, reading.tokens, saved):
                 self._index.unlearn(record)
                 self._metrics.copies_read.labels("no_room").inc()
                 return

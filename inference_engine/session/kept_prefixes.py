@@ -7,9 +7,12 @@ reserved nowhere, and is given back before a session is refused, waits, or is dr
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from inference_engine.errors import NoCapacity
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.memory.pool import Run
 from inference_engine.kv.part import Saved
 from inference_engine.kv.session_kv import SessionKV
@@ -64,10 +67,19 @@ class KeptPrefixes:
     """
 
     def __init__(
-        self, lock: AbstractContextManager[object], index: Prefixes, metrics: EngineMetrics, *, most_bytes: int
+        self,
+        lock: AbstractContextManager[object],
+        index: Prefixes,
+        context: KVContext,
+        metrics: EngineMetrics,
+        clock: Callable[[], float],
+        *,
+        most_bytes: int,
     ) -> None:
         self._lock = lock
+        self._context = context
         self._metrics = metrics
+        self._clock = clock
         self.most_bytes = most_bytes
         self._index = index
         self._held: dict[str, OrderedDict[KeptPrefix, None]] = {}  # by owner, least recently used first
@@ -85,7 +97,7 @@ class KeptPrefixes:
 
     # -- what comes -------------------------------------------------------------------------------------------------
 
-    def keep(self, session: Session, now: float) -> bool:
+    def keep(self, session: Session) -> bool:
         """Take over the entries of a session that closed, before its history ends. False: they are not worth it, or
         their memory could not be given back at once, because open sessions have a part in it.
         """
@@ -93,25 +105,37 @@ class KeptPrefixes:
         if not self.most_bytes or not LEAST_TOKENS <= length <= len(session.history) or not kv.may_be_kept:
             return False
         kv.shrink()
-        new = self._new(session, kv, length, now)
+        new = self._new(session, kv, length)
         if new.nbytes > self.most_bytes or self._is_elsewhere(new):
             return False
         for other in self._that_it_goes_on_from(new):
             self._release(other, "replaced")
         self._hold(new)
-        self._index.add(new, new.digests)
+        if not new.is_gone:
+            self._index.add(new, new.digests)
         return True
 
-    def keep_copy(self, session: Session, kv: SessionKV, length: int, tokens: int, saved: Saved, now: float) -> bool:
-        """Engine's thread, without the lock: keep the first `tokens` of what a session that began as this one saved
-        after `length`. kv: empty, for that alone. False, and it is released: it cannot go back so far, there are too
-        many bytes, or they were needed meanwhile.
+    def keep_copy(self, session: Session, length: int, tokens: int, saved: Saved) -> bool:
+        """Engine's thread, without the lock: keep the first `tokens` of what a session saved after `length`, which
+        began as this one does. From free memory only. False: there is too little, it was needed meanwhile, or what was
+        saved cannot go back so far.
 
-        Raises OSError. As with copying, only this thread writes to what is given back.
+        Raises OSError. As with copying, this thread alone writes to what is given back.
         """
-        with self._lock:
-            new = self._new(session, kv, tokens, now)
-            self._hold(new)
+        # As long as it may be, so that its keys are rotated as this session's are.
+        limit = max(length, session.kv.limit_tokens or 0)
+        try:
+            with self._lock:
+                asked = length if session.kv.grows else None
+                kv = SessionKV(session.kv.strategy, self._context, limit, tokens=asked)
+                try:
+                    new = self._new(session, kv, tokens)
+                except BaseException:
+                    kv.release()
+                    raise
+                self._hold(new)
+        except NoCapacity:
+            return False
         is_done = False
         try:
             kv.load(length, saved)
@@ -119,33 +143,35 @@ class KeptPrefixes:
                 kv.rewind(tokens)
         finally:
             with self._lock:
-                if new.is_gone or not is_done or new.nbytes > self.most_bytes:
+                if new.is_gone:
                     is_done = False
-                    if not new.is_gone:
-                        self._release(new, "budget")
-                else:
+                elif is_done:
                     kv.shrink()
                     self._count(new, kv.reserved.sustained_bytes - new.nbytes)
                     self._index.add(new, new.digests)
+                else:
+                    self._release(new, "room")
         return is_done
 
-    def _new(self, session: Session, kv: SessionKV, length: int, now: float) -> KeptPrefix:
+    def _new(self, session: Session, kv: SessionKV, length: int) -> KeptPrefix:
         return KeptPrefix(
             owner=session.owner,
             kv=kv,
             history=KeptTokens.of(session.history, length),
             digests=self._index.digests_of(session, length),
-            used_at=now,
+            used_at=self._clock(),
             nbytes=kv.reserved.sustained_bytes,
         )
 
     def _hold(self, new: KeptPrefix) -> None:
-        """Let it be given back from now on, and others within the budget."""
+        """Let it be given back from now on. What is over the budget goes at once, be it this one."""
         self._held.setdefault(new.owner, OrderedDict())[new] = None
         nbytes, new.nbytes = new.nbytes, 0
         self._count(new, nbytes)
-        while self.nbytes > self.most_bytes and (going := self._next()) is not new:
-            self._release(going, "budget")
+        if new.nbytes > self.most_bytes:
+            self._release(new, "budget")
+        while self.nbytes > self.most_bytes:
+            self._release(self._next(), "budget")
 
     def _count(self, kept: KeptPrefix, more: int) -> None:
         kept.nbytes += more
@@ -158,7 +184,7 @@ class KeptPrefixes:
         for other in self._at(new.digests[-1]):
             common = in_common(new, other)
             if common < len(other.history) and other.kv.kept(common) == common:
-                self.used(other, new.used_at)
+                self.used(other)
                 return True
         return False
 
@@ -175,10 +201,10 @@ class KeptPrefixes:
     def _at(self, digest: bytes) -> list[KeptPrefix]:
         return [one for one in self._index.at(digest) if isinstance(one, KeptPrefix)]
 
-    def used(self, kept: KeptPrefix, now: float) -> None:
+    def used(self, kept: KeptPrefix) -> None:
         """It was worth keeping."""
         if not kept.is_gone:
-            kept.used_at = now
+            kept.used_at = self._clock()
             self._held[kept.owner].move_to_end(kept)
 
     # -- what goes --------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from inference_engine.errors import (
     SessionNotFound,
 )
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.part import Saved as SavedEntries
 from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
@@ -91,7 +90,7 @@ class SessionStore:
         is_sharing = limits.share_prefixes == "owner"
         self.prefixes = Prefixes(self._lock, of_all=is_sharing)
         most_bytes = (limits.prefix_bytes or context.pool.capacity_bytes // _PREFIX_SHARE) if is_sharing else 0
-        self.kept_prefixes = KeptPrefixes(self._lock, self.prefixes, metrics, most_bytes=most_bytes)
+        self.kept_prefixes = KeptPrefixes(self._lock, self.prefixes, context, metrics, clock, most_bytes=most_bytes)
         context.pool.spare = self.kept_prefixes
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
@@ -410,26 +409,12 @@ class SessionStore:
             if pinned is not None:
                 pinned.pins += 1
             if isinstance(lender, KeptPrefix):
-                self.kept_prefixes.used(lender, self._clock())
+                self.kept_prefixes.used(lender)
         try:
             yield kv
         finally:
             if pinned is not None:
                 self.unpin(pinned)
-
-    def keep_copy(self, session: Session, length: int, tokens: int, saved: SavedEntries) -> bool:
-        """Engine's thread: keep the first `tokens` of what a session that began as this one saved after `length`, as if
-        it had closed. From free memory only; False if there is not enough of it. Raises OSError.
-        """
-        kv = session.kv
-        # As long as it may be, so that its keys are rotated as this session's are.
-        limit = max(length, kv.limit_tokens or 0)
-        try:
-            with self._lock:
-                new = SessionKV(kv.strategy, self._context, limit, tokens=length if kv.grows else None)
-        except NoCapacity:
-            return False
-        return self.kept_prefixes.keep_copy(session, new, length, tokens, saved, self._clock())
 
     def continue_behind(self, session: Session, lender: Lender, at: int) -> bool:
         """Engine's thread: have a session without entries of its own read the first `at` of another's in place, and
@@ -653,7 +638,7 @@ class SessionStore:
         if session.is_closed and session.operation is None:
             self.histories.end_grants(session.owner)  # its readers may keep what forks still hold
             may_keep = keeps and not session.pins and not session.failure_reason
-            if may_keep and self.kept_prefixes.keep(session, self._clock()):
+            if may_keep and self.kept_prefixes.keep(session):
                 session.kv = self._without_memory(session)
             session.end_history()
             if not session.pins:

@@ -179,6 +179,9 @@ def test_an_owner_finds_only_its_own_and_one_with_less_than_its_share_loses_none
         for number in range(20):
             talk(engine, text(COMMON, seed=50 + number), owner="bob")
         assert talk(engine, text(COMMON), owner="alice").cached_tokens == COMMON - 1
+        # One that is larger than what is left beside others' goes at once.
+        talk(engine, text(2 * COMMON, seed=7), owner="carol")
+        assert sum(kept_bytes(engine, owner) for owner in ("alice", "bob", "carol")) <= most
 
 
 def test_memory_that_is_given_back_while_it_is_copied_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
