@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -18,6 +18,7 @@ MAX_STOP_SEQUENCES = 64
 MAX_STOP_SEQUENCE_IDS = 1024  # of all sequences together
 MAX_LOGIT_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_SET_NUMBERS = 2**16  # ids, and ends of ranges, of a set of tokens
 MAX_SEED = 2**64 - 1
 MAX_CONSTRAINT_BYTES = 2**18
 MAX_CHOICES = 1024
@@ -68,6 +69,28 @@ def _require(condition: bool, name: str, message: str) -> None:
         raise InvalidArgument(name, message)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSet:
+    """A set of token ids as ranges, each from its first id to the one behind its last: ascending, and apart."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(token_ids: Iterable[int] = (), ranges: Iterable[tuple[int, int]] = ()) -> TokenSet:
+        """Equal sets are equal, however they are given. An empty range holds nothing."""
+        joined: list[tuple[int, int]] = []
+        for first, behind in sorted([*((one, one + 1) for one in token_ids), *ranges]):
+            if first < behind:
+                if joined and first <= joined[-1][1]:
+                    joined[-1] = joined[-1][0], max(behind, joined[-1][1])
+                else:
+                    joined.append((first, behind))
+        return TokenSet(tuple(joined))
+
+    def __contains__(self, token_id: int) -> bool:
+        return any(first <= token_id < behind for first, behind in self.ranges)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How a token is drawn from logits. The defaults are greedy decoding with everything off.
@@ -76,7 +99,7 @@ class Sampling:
     (seed, absolute position) alone; `seed = None` lets the engine draw one.
 
     presence_penalty, frequency_penalty: subtracted from the logit of an id that this Generate has given: once, and once
-    for each time.
+    for each time. allowed_token_ids, banned_token_ids: what may be drawn at all; None: anything.
     """
 
     temperature: float = 0.0
@@ -87,6 +110,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    allowed_token_ids: TokenSet | None = None
+    banned_token_ids: TokenSet | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -189,6 +214,7 @@ class GenerateParams:
     """The parameters of one Generate. The engine checks ids against the vocabulary.
 
     max_tokens: 0 to prefill, and generate nothing. stop_sequences: end it when its last tokens are one of them.
+    min_tokens: so many tokens end nothing: an id that would is not drawn, and a sequence does not count.
     """
 
     max_tokens: int
@@ -200,9 +226,15 @@ class GenerateParams:
     drafting: bool = True  # may a drafter be used? It changes the speed, never a token
     constraint: Constraint | None = None
     stop_sequences: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 0, "max_tokens", f"must be ≥ 0, got {self.max_tokens}")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"must be from 0 to max_tokens, {self.max_tokens}, got {self.min_tokens}",
+        )
         _require(
             0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
             "top_logprobs",

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.errors import (
     ConstraintFailed,
@@ -252,11 +253,18 @@ class Matching:
         before: Sequence[int],
         stop_ids: frozenset[int],
         work_on: Callable[[Callable[[], Any]], Future[Any]],
+        *,
+        permitted: Mask | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """before: the ids that the Generate has already. stop_ids: those that end it."""
+        """before: the ids that the Generate has already. stop_ids: those that end it, once it has `min_tokens`.
+        permitted: the ids that may be drawn whatever the grammar says; None: all.
+        """
         self._grammar = grammar
         self._work_on = work_on
         self._stop_ids = stop_ids
+        self._permitted = permitted
+        self._min_tokens = min_tokens
         self._ids: list[int] = []  # that were consumed
         self._automaton: Automaton | None = None
         self._known: Look | None = None  # of the place after all tokens so far; None until it was looked at
@@ -376,21 +384,25 @@ class Matching:
             if not automaton.consume(token_id):
                 raise _BrokenError(automaton.broken or f"the id {token_id} does not follow")
         self._ids += token_ids
-        is_over = automaton.is_over
+        mask = None if automaton.is_over else self._mask(automaton, len(self._ids))
+        # An end that may not be drawn, and nothing else: the output is whole, and there is no more of it.
+        is_over = mask is None or (automaton.may_end and not mask.any())
         forced = () if is_over else tuple(automaton.forced())
-        mask = None if is_over else self._mask(automaton)
         if automaton.broken:
             raise _BrokenError(automaton.broken)
         self._took = time.perf_counter() - began
+        mask = None if is_over else mask
         self._known = Look(is_over=is_over, may_end=is_over or automaton.may_end, forced=forced, mask=mask)
         return [mask]
 
-    def _mask(self, automaton: Automaton) -> Mask:
-        """The ids that may follow, and those that end the Generate if they may."""
-        mask, may_end = automaton.mask(), automaton.may_end
+    def _mask(self, automaton: Automaton, tokens: int) -> Mask:
+        """The ids that may follow so many, and those that end the Generate if they may."""
+        mask, may_end = automaton.mask(), automaton.may_end and tokens >= self._min_tokens
         for end in self._stop_ids:
             mask[end >> 3] &= ~(1 << (end & 7)) & 0xFF
             mask[end >> 3] |= may_end << (end & 7)
+        if self._permitted is not None:
+            mask &= self._permitted
         return mask
 
     def _look_along(self, draft: Sequence[int], mask: Mask | None) -> list[Mask | None]:
@@ -404,7 +416,7 @@ class Matching:
             consumed += 1
             if automaton.is_over:
                 break
-            after = self._mask(automaton)
+            after = self._mask(automaton, len(self._ids) + consumed)
             if automaton.broken:
                 break
             found.append(after)
@@ -446,8 +458,18 @@ class Constraints:
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def start(self, grammar: Grammar, before: Sequence[int], stop_ids: frozenset[int]) -> Matching:
-        return Matching(grammar, before, stop_ids, self._workers.submit)
+    def start(
+        self,
+        grammar: Grammar,
+        before: Sequence[int],
+        stop_ids: frozenset[int],
+        *,
+        permitted: NDArray[np.bool_] | None = None,
+        min_tokens: int = 0,
+    ) -> Matching:
+        """permitted: [vocab_size]; see `Matching`."""
+        packed = None if permitted is None else np.packbits(permitted, bitorder="little")
+        return Matching(grammar, before, stop_ids, self._workers.submit, permitted=packed, min_tokens=min_tokens)
 
     def find(self, constraint: Constraint, owner: str) -> Grammar | None:
         """The compiled grammar, if it is there."""

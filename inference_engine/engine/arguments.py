@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.config import EngineConfig
 from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, InvalidArgument, TokenOutOfRange
+from inference_engine.kernels.sampling import permitted_by
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.session.history import TokenIds
 from inference_engine.session.session import Session
-from inference_engine.types import GenerateParams, ModelFacts
+from inference_engine.types import GenerateParams, ModelFacts, TokenSet
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class Arguments:
             )
         return ids
 
-    def check_params(self, params: GenerateParams) -> None:
+    def check_params(self, params: GenerateParams, end_ids: Collection[int] = ()) -> None:
+        """end_ids: those that end every Generate of the session."""
         if params.max_tokens > self._config.max_generate_tokens:
             raise InvalidArgument(
                 "max_tokens", f"at most {self._config.max_generate_tokens} on this server, got {params.max_tokens}"
@@ -130,8 +132,27 @@ class Arguments:
         self.check_ids("stop_token_ids", params.stop_token_ids)
         self.check_ids("stop_sequences", list(itertools.chain(*params.stop_sequences)))
         self.check_ids("logit_bias", list(params.sampling.logit_bias))
+        self._check_permitted(params, end_ids)
         if params.constraint is not None:
             self.check_ids("constraint.choice", list(itertools.chain(*params.constraint.choices)))
+
+    def _check_permitted(self, params: GenerateParams, end_ids: Collection[int]) -> None:
+        sampling = params.sampling
+        for field in ("allowed_token_ids", "banned_token_ids"):
+            token_ids: TokenSet | None = getattr(sampling, field)
+            if token_ids is not None and token_ids.ranges:
+                self.check_ids(field, [token_ids.ranges[0][0], token_ids.ranges[-1][1] - 1])
+        permitted = permitted_by(sampling, self._vocab_size)
+        if permitted is None:
+            return
+        if not permitted.any():
+            field = "allowed_token_ids" if sampling.banned_token_ids is None else "banned_token_ids"
+            raise InvalidArgument(field, f"leaves none of the {self._vocab_size} ids of the vocabulary to be drawn")
+        permitted[[*end_ids, *params.stop_token_ids]] = False
+        if params.min_tokens and not permitted.any():
+            raise InvalidArgument(
+                "min_tokens", "must be 0 where every id that may be drawn ends the Generate; allow others, too"
+            )
 
 
 def check_label(label: str) -> None:

@@ -347,7 +347,7 @@ class Engine:
         listener: called with each event on the engine's thread; must return at once and never raise.
         """
         session = self._store.find_healthy(session_id, owner)
-        self._arguments.check_params(params)
+        self._arguments.check_params(params, session.eos_token_ids)
         grammar = None if params.constraint is None else self.compile_constraint(params, owner=owner).result()
         call = identify(request_id, params, owner=owner, session_id=session_id)
         return self._generates.start(

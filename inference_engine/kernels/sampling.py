@@ -1,10 +1,10 @@
 """Samples a token from each of many logits vectors, by keyed Gumbel noise.
 
-Order: repetition penalty (whole history), presence and frequency penalty (this Generate), bias, mask of a constraint,
-temperature, top_k, top_p, min_p;
-log-probabilities are of the raw logits. The token is the id with the largest logit ÷ temperature + noise among those
-that are left, and the lower one of equals. Noise is a function of (seed, position, id) alone
-(`kernels/gumbel_noise.py`), so neither how a history was built nor drafting can change it.
+Order: repetition penalty (whole history), presence and frequency penalty (this Generate), bias, ids that may not be
+drawn, mask of a constraint, temperature, top_k, top_p, min_p; log-probabilities are of the raw logits. The token is the
+id with the largest logit ÷ temperature + noise among those that are left, and the lower one of equals. Noise is a
+function of (seed, position, id) alone (`kernels/gumbel_noise.py`), so neither how a history was built nor drafting can
+change it.
 
 All tokens of a step are drawn together, whatever their samplings, in a few operations; on a CPU row by row, from as few
 ids as decide (`cpu_sampling.py`). A token depends on its own row of logits alone, bit for bit, so each operation here
@@ -64,7 +64,10 @@ class Sampler:
     # Only under a presence or frequency penalty: how often the Generate has given each id, and [V], what that costs it.
     counts: Counter[int] | None = None
     penalties: Tensor | None = None
-    bias: Tensor | None = None  # [V]
+    bias: Tensor | None = None  # [V]; -inf of what may not be drawn
+    few: NDArray[np.int64] | None = None  # what may be drawn, ascending, where that is not many
+    ends: Tensor | None = None  # ids that may not be drawn before the position `ends_from`
+    ends_from: int = 0
     masks: Masks | None = None
     looks_back: bool = field(init=False)
 
@@ -80,9 +83,11 @@ class Sampler:
         device: torch.device,
         *,
         generated: Sequence[int] = (),
+        ends: Sequence[int] = (),
+        ends_from: int = 0,
     ) -> Sampler:
         """seen: bool [vocab_size], which ids are in the history, if the sampling reads it. It is not kept.
-        generated: the tokens that the Generate has already.
+        generated: the tokens that the Generate has already. ends: ids not to be drawn before the position `ends_from`.
         """
         sampler = Sampler(sampling, seed)
         if sampling.reads_history:
@@ -98,27 +103,34 @@ class Sampler:
             sampler.bias = torch.zeros(vocab_size, device=device)
             ids = torch.tensor(list(sampling.logit_bias), device=device)
             sampler.bias[ids] = torch.tensor(list(sampling.logit_bias.values()), device=device)
+        if (permitted := permitted_by(sampling, vocab_size)) is not None:
+            refused = on_device(np.where(permitted, np.float32(0.0), np.float32(-np.inf)), device)
+            sampler.bias = refused.clone() if sampler.bias is None else sampler.bias + refused
+            sampler.few = permitted.nonzero()[0] if np.count_nonzero(permitted) <= MOST else None
+        if ends:
+            sampler.ends, sampler.ends_from = on_device(np.array(sorted(ends)), device), ends_from
         return sampler
 
     @property
     def is_plain(self) -> bool:
         """Raw logits are drawn from as they are."""
-        return not self.looks_back and self.bias is None and self.masks is None
+        return not self.looks_back and self.bias is None and self.ends is None and self.masks is None
 
     @property
     def is_unweighted(self) -> bool:
-        """Neither a penalty nor a bias changes the logits."""
-        return not self.looks_back and self.bias is None
+        """Neither a penalty, a bias nor an id that may not be drawn changes the logits."""
+        return not self.looks_back and self.bias is None and self.ends is None
 
-    def adjusted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
+    def adjusted(self, logits: Tensor, draft_tokens: Sequence[int], position: int = 0) -> Tensor:
         """Raw float32 `logits` [n, V] with penalties, bias and mask.
 
-        Row r follows the first r of `draft_tokens` [n - 1], which have not been observed.
+        Row r follows the first r of `draft_tokens` [n - 1], which have not been observed. position: of the first row's
+        token.
         """
-        logits = self.weighted(logits, draft_tokens)
+        logits = self.weighted(logits, draft_tokens, position)
         return logits if self.masks is None else _masked(logits, self.masks.along(draft_tokens))
 
-    def weighted(self, logits: Tensor, draft_tokens: Sequence[int]) -> Tensor:
+    def weighted(self, logits: Tensor, draft_tokens: Sequence[int], position: int = 0) -> Tensor:
         """As `adjusted`, without the mask."""
         sampling = self.sampling
         if self.seen is not None:
@@ -134,7 +146,12 @@ class Sampler:
             logits = torch.where(seen, penalised, logits)
         if self.penalties is not None:
             logits = logits - self._penalties_along(draft_tokens)
-        return logits if self.bias is None else logits + self.bias
+        if self.bias is not None:
+            logits = logits + self.bias
+        if self.ends is not None and (early := min(self.ends_from - position, len(logits))) > 0:
+            logits = logits.clone()
+            logits[:early].index_fill_(1, self.ends, -torch.inf)
+        return logits
 
     def cost_of(self, count: int) -> float:
         """What the logit of an id loses that was given so often."""
@@ -306,7 +323,7 @@ class _Plan:
     def start(self, logits: Tensor, ahead: int, noise_of_all: NoiseOfAll) -> Drawing:
         if self._indices != list(range(len(logits))):
             logits = logits.index_select(0, on_device(np.array(self._indices, dtype=np.int64), logits.device))
-        adjusted = logits if self._is_plain else _adjusted(logits, self.places)
+        adjusted = logits if self._is_plain else _adjusted(logits, self.places, ahead)
         tokens = [adjusted[: self._greedy].argmax(dim=-1)] if self._greedy else []
         if self._samplings:
             keys = self._keys_of(ahead, logits.device)
@@ -459,7 +476,8 @@ def _drawn_on_host(
         sampler, indices = each.sampler, each.indices
         weighted = raw[indices.start : indices.stop]
         if not sampler.is_unweighted:
-            weighted = sampler.weighted(logits[indices.start : indices.stop], each.drafted).numpy()
+            own_logits = logits[indices.start : indices.stop]
+            weighted = sampler.weighted(own_logits, each.drafted, each.position).numpy()
         masks = itertools.repeat(None, len(indices)) if sampler.masks is None else sampler.masks.along(each.drafted)
         for offset, (index, row, mask) in enumerate(zip(indices, weighted, masks, strict=True)):
             largest = _largest_of(raw[index]) if peaks is None else peaks[index]
@@ -471,11 +489,11 @@ def _drawn_on_host(
                 largest = own[-1] = largest._replace(token_id=int(row.argmax()))
             if is_greedy and (mask is None or mask[largest.token_id >> 3] >> (largest.token_id & 7) & 1):
                 continue
-            left, ids = row, None
+            left, ids = row, sampler.few
             if mask is not None:
                 bits = _bits(mask, len(row))
                 if np.count_nonzero(bits) > MOST:
-                    left = np.where(bits, row, np.float32(-np.inf))
+                    left, ids = np.where(bits, row, np.float32(-np.inf)), None
                 else:
                     ids = bits.nonzero()[0]
                 if is_greedy or (ids is not None and len(ids) == 1):
@@ -497,6 +515,17 @@ def _drawn_on_host(
             token_id = int(draw(torch.from_numpy(left)[None], [sampling], [own_key], noise_of_all))
         own[offset] = Sample(token_id, None, is_finite=True)
     return samples
+
+
+def permitted_by(sampling: Sampling, vocab: int) -> NDArray[np.bool_] | None:
+    """Which ids [V] may be drawn by the sampling's own sets; None: all."""
+    if sampling.allowed_token_ids is None and sampling.banned_token_ids is None:
+        return None
+    permitted = np.full(vocab, sampling.allowed_token_ids is None)
+    for token_ids, may in ((sampling.allowed_token_ids, True), (sampling.banned_token_ids, False)):
+        for first, behind in () if token_ids is None else token_ids.ranges:
+            permitted[first:behind] = may
+    return permitted
 
 
 def ids_in(mask: Mask, vocab: int) -> NDArray[np.int64]:
@@ -535,15 +564,18 @@ def _places(draws: Sequence[Draw], vocab: int) -> list[_DrawPlace]:
     return sorted(found, key=order)
 
 
-def _adjusted(logits: Tensor, places: Sequence[_DrawPlace]) -> Tensor:
-    """`logits` with the penalties and biases of the draws that have any; `logits` is not written to."""
+def _adjusted(logits: Tensor, places: Sequence[_DrawPlace], ahead: int) -> Tensor:
+    """`logits` with the penalties and biases of the draws that have any; `logits` is not written to.
+
+    ahead: positions by which the draws come later.
+    """
     adjusted = logits
     for first, place in enumerate(places):
         if place.offset == 0 and not place.draw.sampler.is_plain:
             if adjusted is logits:
                 adjusted = logits.clone()
             own = slice(first, first + len(place.draw.indices))
-            adjusted[own] = place.draw.sampler.adjusted(logits[own], place.draw.drafted)
+            adjusted[own] = place.draw.sampler.adjusted(logits[own], place.draw.drafted, place.draw.position + ahead)
     return adjusted
 
 

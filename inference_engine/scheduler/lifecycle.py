@@ -24,7 +24,7 @@ from inference_engine.errors import (
     RequestError,
     RestorationFailed,
 )
-from inference_engine.kernels.sampling import Sampler
+from inference_engine.kernels.sampling import Sampler, permitted_by
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState
@@ -287,13 +287,27 @@ class Beginnings:
         seen = session.history.seen(self._vocab_size) if sampling.reads_history else None
         history, before = session.history, request.earlier.generated
         ids = history.ids(len(history) - before, len(history)).tolist() if before else []
+        least = request.params.min_tokens
         request.sampler = Sampler.start(
-            sampling, request.seed, seen, self._vocab_size, session.kv.context.device, generated=ids
+            sampling,
+            request.seed,
+            seen,
+            self._vocab_size,
+            session.kv.context.device,
+            generated=ids,
+            ends=tuple(request.stop_ids) if least else (),
+            ends_from=len(history) + least,
         )
         if request.params.stop_sequences:
-            request.stops = StopSequences(request.params.stop_sequences, ids)
+            request.stops = StopSequences(request.params.stop_sequences, ids, min_tokens=before + least)
         if request.grammar is not None:
-            request.matching = request.sampler.masks = self._constraints.start(request.grammar, ids, request.stop_ids)
+            request.matching = request.sampler.masks = self._constraints.start(
+                request.grammar,
+                ids,
+                request.stop_ids,
+                permitted=permitted_by(sampling, self._vocab_size),
+                min_tokens=before + least,
+            )
         return True
 
 

@@ -97,7 +97,9 @@ class Transcript:
         ids = self.session.history.ids(self.first_position, self.end_position).tolist()
         longest = self.session.longest
         automaton = None if grammar is None else _matched(grammar, ids)
-        found = StopSequences(params.stop_sequences).find(ids) if params.stop_sequences else None
+        found = None
+        if params.stop_sequences:
+            found = StopSequences(params.stop_sequences, min_tokens=params.min_tokens).find(ids)
         reason: StopReason | None = None
         is_ended = bool(ids) and ids[-1] in self.session.eos_token_ids | frozenset(params.stop_token_ids)
         if is_ended:
@@ -179,7 +181,11 @@ class Transcript:
             done = before.done(before.token_at or before.accepted_at)
         request = Request(
             session=self.session,
-            params=replace(self.params, max_tokens=self.params.max_tokens - done.generated),
+            params=replace(
+                self.params,
+                max_tokens=self.params.max_tokens - done.generated,
+                min_tokens=max(0, self.params.min_tokens - done.generated),
+            ),
             seed=self._seed,
             listener=lambda event: self._receive(request, event),
             on_token=self._receive_token,

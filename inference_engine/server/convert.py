@@ -30,6 +30,7 @@ from inference_engine.kv.strategies import STRATEGIES, make_strategy, option_typ
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.history import TokenIds
 from inference_engine.types import (
+    MAX_SET_NUMBERS,
     Accepted,
     Bound,
     Constraint,
@@ -43,6 +44,7 @@ from inference_engine.types import (
     Sampling,
     StopReason,
     TokenCommitted,
+    TokenSet,
     Truncated,
 )
 from kakeya.v1 import runtime_pb2 as pb
@@ -204,9 +206,12 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
             logit_bias=dict(request.logit_bias),
+            allowed_token_ids=_token_set_from_wire(request, "allowed_token_ids"),
+            banned_token_ids=_token_set_from_wire(request, "banned_token_ids"),
             seed=request.seed if request.HasField("seed") else None,
         ),
         stop_token_ids=tuple(request.stop_token_ids),
+        min_tokens=request.min_tokens,
         stop_sequences=tuple(tuple(each.token_ids) for each in request.stop_sequences),
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs,
@@ -214,6 +219,19 @@ def params_from_wire(request: pb.GenerateRequest) -> GenerateParams:
         drafting=request.drafting if request.HasField("drafting") else True,
         constraint=_constraint_from_wire(request.constraint) if request.HasField("constraint") else None,
     )
+
+
+def _token_set_from_wire(request: pb.GenerateRequest, field: str) -> TokenSet | None:
+    given: pb.TokenSet | None = optional(request, field)
+    if given is None:
+        return None
+    for name, numbers in (("token_ids", given.token_ids), ("ranges", given.ranges)):
+        if len(numbers) > MAX_SET_NUMBERS:
+            raise InvalidArgument(f"{field}.{name}", f"at most {MAX_SET_NUMBERS} numbers, got {len(numbers)}")
+    firsts, behind = given.ranges[::2], given.ranges[1::2]
+    if len(firsts) != len(behind):
+        raise InvalidArgument(f"{field}.ranges", f"must be pairs of ids, got {len(given.ranges)} numbers")
+    return TokenSet.of(given.token_ids, zip(firsts, behind, strict=True))
 
 
 def _constraint_from_wire(message: pb.Constraint) -> Constraint:

@@ -15,9 +15,9 @@ from inference_engine.engine import Engine
 from inference_engine.kernels import sampling as sampling_module
 from inference_engine.kernels.graph_io import PLAIN_ENDS
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, logprobs, start_drawing
+from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, draw_all, logprobs, start_drawing
 from inference_engine.kv.strategies.full import Full
-from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling
+from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling, TokenSet
 from tests.decode.plain_sampling import filtered_probabilities, left, plainly
 from tests.facade import standing_still
 from tests.laws.variants import drain, engine_for, generate, text, tokens
@@ -249,3 +249,25 @@ def test_sessions_with_different_samplings_generate_in_one_step_what_each_genera
         together = said_together(engine, 12)
     for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
         assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
+
+
+@pytest.mark.parametrize("permitted", [1, 40, 12_000])
+@pytest.mark.parametrize("sampling", [Sampling(), *mixed(5)], ids=str)
+def test_a_draw_from_a_set_of_ids_is_the_spelled_out_one(sampling: Sampling, permitted: int) -> None:
+    """On a host, from few ids and from many; and as on a device, where ends are refused for two of three places."""
+    generator = torch.Generator().manual_seed(permitted)
+    logits = torch.randn(3, 20_000, generator=generator) * 3.0
+    chosen = torch.randperm(20_000, generator=generator)[: permitted + 1].sort().values
+    ends = [int(chosen[0])]
+    own = replace(sampling, allowed_token_ids=TokenSet.of(chosen.tolist()))
+    sampler = Sampler.start(own, 9, None, 20_000, torch.device("cpu"), ends=ends, ends_from=32)
+    each = Draw(indices=range(3), sampler=sampler, position=30, drafted=(1, 2))
+    only = torch.full_like(logits, -torch.inf)
+    only[:, chosen] = logits[:, chosen]
+    only[:2, ends] = -torch.inf
+    expected = [
+        int(row.argmax()) if sampling.is_greedy else plainly(row, sampling, key(9, 30 + place))
+        for place, row in enumerate(only)
+    ]
+    assert [sample.token_id for sample in draw_all(logits, [each])[0]] == expected
+    assert [sample.token_id for sample in start_drawing(logits, [each]).samples()[0]] == expected

@@ -28,6 +28,7 @@ from inference_engine.types import (
     Sampling,
     StopReason,
     TokenCommitted,
+    TokenSet,
 )
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.constraints import END, TOKENS
@@ -68,6 +69,10 @@ def repeats_less(plain: list[int], found: list[int], _: Finished) -> bool:
     return len(set(found)) > len(set(plain))
 
 
+def never(token: int) -> Callable[[list[int], list[int], Finished], bool]:
+    return lambda plain, found, _: token in plain and token not in found
+
+
 LETTERS = Constraint(kind=ConstraintKind.REGEX, source="(abc|abd){9}")
 
 PENALISED = replace(SAMPLED, presence_penalty=0.7, frequency_penalty=0.4)
@@ -82,6 +87,44 @@ CASES = [
         lambda _: with_(sampling=replace(PENALISED, temperature=0.0, top_p=1.0)),
         repeats_less,
         Sampling(),
+    ),
+    Case(
+        "a minimum of tokens",  # the first of the stop ids is likely at once
+        lambda plain: with_(
+            min_tokens=9,
+            stop_token_ids=tuple(plain[:3]),
+            stop_sequences=(tuple(plain[3:4]),),
+            sampling=replace(SAMPLED, logit_bias={plain[0]: 6.0}),
+        ),
+        lambda plain, found, end: (
+            len(found) > 9 and not set(plain[:3]) & set(found[:9]) and end.stop_reason is StopReason.EOS
+        ),
+    ),
+    Case(
+        "a set of allowed ids",
+        lambda _: with_(sampling=replace(SAMPLED, allowed_token_ids=TokenSet.of([3, 99], [(10, 60)]))),
+        lambda _, found, __: all(token in (3, 99, *range(10, 60)) for token in found),
+    ),
+    Case(
+        "a set of banned ids",
+        lambda plain: with_(sampling=replace(SAMPLED, banned_token_ids=TokenSet.of([plain[5]], [(3, 9)]))),
+        lambda plain, found, end: never(plain[5])(plain, found, end),
+    ),
+    Case(
+        "a minimum and banned ids within a constraint",  # which may end after six letters
+        lambda _: with_(
+            constraint=Constraint(kind=ConstraintKind.REGEX, source="(abc|abd){2}x{0,9}"),
+            min_tokens=9,
+            sampling=replace(SAMPLED, logit_bias={END: 9.0}, banned_token_ids=TokenSet.of([100])),
+        ),
+        lambda _, found, end: (
+            end.fits_constraint is True and len(found) == 10 and found[-1] == END and 100 not in found
+        ),
+    ),
+    Case(
+        "a minimum that a constraint does not reach",
+        lambda _: with_(constraint=Constraint(kind=ConstraintKind.CHOICE, choices=((5, 6, 7),)), min_tokens=9),
+        lambda _, found, end: (found, end.stop_reason, end.fits_constraint) == ([5, 6, 7], StopReason.CONSTRAINT, True),
     ),
     Case(
         "a stop sequence",

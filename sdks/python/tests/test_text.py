@@ -75,6 +75,12 @@ async def test_a_stop_string_ends_the_text_and_a_rewind_takes_it_out_of_the_hist
     assert back.history_length == result.position
 
 
+async def test_a_stop_string_within_the_minimum_of_tokens_does_not_count(session: Any, do: Do) -> None:
+    stream = session.generate(64, constraint=kakeya.Choice([encoded(SAID)]), min_tokens=2)
+    result = await do(stream.text(Bytes(), stop=["e", "We"]).result)
+    assert (result.text, result.stop) == ("Well: naïv", "e")
+
+
 async def test_what_waits_for_a_stop_string_comes_with_the_end(session: Any, do: Do, flavour: str) -> None:
     found = await pieces(saying(session).text(Bytes(), stop=[": me and you"]), flavour)
     assert "".join(found) == SAID and found[-1] == ": me"

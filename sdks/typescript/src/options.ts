@@ -133,6 +133,12 @@ export interface GenerateOptions extends CallOptions {
   readonly stopTokenIds?: TokenIds | undefined;
   /** End this Generate when its last tokens are one of them; `GenerateStream.text` knows stop strings. */
   readonly stopSequences?: readonly TokenIds[] | undefined;
+  /** Among so many first tokens nothing ends it. */
+  readonly minTokens?: number | undefined;
+  /** What may be drawn at all, any number of ids. Default: anything. */
+  readonly allowedTokenIds?: TokenIds | undefined;
+  /** What may not be drawn. */
+  readonly bannedTokenIds?: TokenIds | undefined;
   /** Report each token's log-probability. */
   readonly logprobs?: boolean | undefined;
   /** Of so many of the likeliest tokens in each place, too, at most 20; it asks for `logprobs`. */
@@ -213,6 +219,9 @@ const KNOWN = {
     logitBias: true,
     stopTokenIds: true,
     stopSequences: true,
+    minTokens: true,
+    allowedTokenIds: true,
+    bannedTokenIds: true,
     logprobs: true,
     topLogprobs: true,
     onProgress: true,

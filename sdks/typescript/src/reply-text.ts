@@ -78,15 +78,15 @@ export class StopStrings {
     this.#stops = stops;
   }
 
-  /** The text that can be shown now. */
-  push(piece: string): string {
+  /** The text that can be shown now. `mayStop`: does a stop string count that is complete by now? */
+  push(piece: string, mayStop = true): string {
     if (this.matched !== undefined) return "";
     const text = this.#waiting + piece;
     const [first] = this.#stops
       .map((stop) => ({ stop, start: text.indexOf(stop) }))
       .filter(({ start }) => start >= 0)
       .sort((one, other) => endOf(one) - endOf(other) || one.start - other.start);
-    if (first !== undefined) {
+    if (first !== undefined && mayStop) {
       this.matched = first.stop;
       this.#waiting = "";
       return text.slice(0, first.start);

@@ -3,7 +3,7 @@ import { randomBytes } from "node:crypto";
 
 import { create } from "@bufbuild/protobuf";
 
-import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, wholeIn } from "./checks.js";
+import { booleanOf, finiteOf, textOf, tokenIdsOf, uint32Of, uint64Of, wholeIn, type TokenIds } from "./checks.js";
 import { constraintToWire } from "./constraints.js";
 import {
   AppendTokensRequestSchema,
@@ -93,6 +93,13 @@ export function generateRequest(
     stopSequences: (options.stopSequences ?? []).map((one, at) => ({
       tokenIds: tokenIdsOf(one, `stopSequences[${at}]`),
     })),
+    minTokens: uint32Of(options.minTokens ?? 0, "minTokens"),
+    ...(options.allowedTokenIds === undefined
+      ? {}
+      : { allowedTokenIds: tokenSetOf(options.allowedTokenIds, "allowedTokenIds") }),
+    ...(options.bannedTokenIds === undefined
+      ? {}
+      : { bannedTokenIds: tokenSetOf(options.bannedTokenIds, "bannedTokenIds") }),
     ...(options.logprobs === true || topLogprobs > 0 ? { logprobs: true } : {}),
     topLogprobs,
     tokenDetails: true,
@@ -163,6 +170,21 @@ export function historyRequest(sessionId: string, options: HistoryOptions): Read
     firstPosition: uint64Of(firstPosition, "firstPosition"),
     maxTokens: wholeIn(pieceTokens, "pieceTokens", 1, MAX_PIECE_TOKENS),
   });
+}
+
+/** The ids, neighbours as ranges. */
+function tokenSetOf(values: TokenIds, name: string): { tokenIds: number[]; ranges: number[] } {
+  const found = { tokenIds: [] as number[], ranges: [] as number[] };
+  const ids = [...new Set(tokenIdsOf(values, name))].sort((one, other) => one - other);
+  let start = 0;
+  for (let place = 1; place <= ids.length; place += 1) {
+    if (place < ids.length && ids[place] === (ids[place - 1] ?? 0) + 1) continue;
+    const run = ids.slice(start, place);
+    if (run.length > 2) found.ranges.push(run[0] ?? 0, (run.at(-1) ?? 0) + 1);
+    else found.tokenIds.push(...run);
+    start = place;
+  }
+  return found;
 }
 
 function biasOf(bias: ReadonlyMap<number, number>): Record<number, number> {

@@ -28,6 +28,7 @@ type OnProgress = ((progress: Progress) => void) | undefined;
  */
 export class Fold {
   readonly tokenIds: number[] = [];
+  readonly minTokens: number;
   result: GenerateResult | undefined = undefined;
   readonly #logprobs: number[] | undefined;
   readonly #tops: (readonly TopLogprob[])[] = [];
@@ -42,6 +43,7 @@ export class Fold {
   constructor(request: GenerateRequest, onProgress: OnProgress) {
     this.#logprobs = request.logprobs === true ? [] : undefined;
     this.#wantedTops = request.topLogprobs;
+    this.minTokens = request.minTokens;
     this.#onProgress = onProgress;
   }
 
@@ -338,6 +340,7 @@ export class GenerateStream implements AsyncIterable<number>, AsyncDisposable {
       },
       tokenizer,
       options,
+      this.#fold.minTokens,
     );
   }
 

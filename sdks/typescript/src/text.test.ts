@@ -67,6 +67,11 @@ test("a stop string ends the text, and a rewind takes it out of the history", as
   }
 });
 
+test("a stop string within the minimum of tokens does not count", async () => {
+  const stream = session.generate(64, { constraint: { kind: "choice", choices: [ENCODED] }, minTokens: 2 });
+  expect(await stream.text(bytes, { stop: ["e", "We"] }).result()).toMatchObject({ text: "Well: naïv", stop: "e" });
+});
+
 test("what waits for a stop string comes with the end", async () => {
   const found = await pieces(saying().text(bytes, { stop: [": me and you"] }));
   expect([found.join(""), found.at(-1)]).toEqual([SAID, ": me"]);

@@ -36,6 +36,8 @@ export class TextStream implements AsyncIterable<string> {
   readonly #take: () => void;
   readonly #reply: ReplyText;
   readonly #stops: StopStrings;
+  /** A stop string that is complete within so many does not count. */
+  readonly #minTokens: number;
   /** Position of the first token. */
   #first: number | undefined = undefined;
   /** Characters that are complete after each number of tokens. */
@@ -49,6 +51,7 @@ export class TextStream implements AsyncIterable<string> {
     take: () => void,
     tokenizer: Decodes,
     options: TextOptions,
+    minTokens: number,
   ) {
     const { stop = [], skipSpecialTokens = true } = known(options, "text");
     if (!Array.isArray(stop)) throw invalid("stop", `must be a list of texts, got ${shown(stop)}`);
@@ -60,6 +63,7 @@ export class TextStream implements AsyncIterable<string> {
     this.#take = take;
     this.#reply = new ReplyText((ids) => tokenizer.decode(ids, decoding));
     this.#stops = new StopStrings(stops);
+    this.#minTokens = minTokens;
   }
 
   /** @internal */
@@ -69,8 +73,9 @@ export class TextStream implements AsyncIterable<string> {
     take: () => void,
     tokenizer: Decodes,
     options: TextOptions,
+    minTokens: number,
   ): TextStream {
-    return new TextStream(stream, next, take, tokenizer, options);
+    return new TextStream(stream, next, take, tokenizer, options, minTokens);
   }
 
   /** The pieces of text, as they come. Once only. */
@@ -130,7 +135,7 @@ export class TextStream implements AsyncIterable<string> {
       this.#first ??= token.position;
       const complete = this.#reply.push(token.tokenId);
       this.#reached.push((this.#reached.at(-1) ?? 0) + complete.length);
-      piece = this.#stops.push(complete);
+      piece = this.#stops.push(complete, this.#reached.length > this.#minTokens + 1);
       if (this.#stops.matched !== undefined) {
         this.#isOver = true;
         this.cancel();

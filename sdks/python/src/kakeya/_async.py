@@ -244,6 +244,9 @@ class AsyncSession(SessionBase):
         logit_bias: Mapping[int, float] | None = None,
         stop_token_ids: Iterable[int] = (),
         stop_sequences: Iterable[Iterable[int]] = (),
+        min_tokens: int = 0,
+        allowed_token_ids: Iterable[int] | None = None,
+        banned_token_ids: Iterable[int] = (),
         logprobs: bool = False,
         top_logprobs: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
@@ -268,6 +271,9 @@ class AsyncSession(SessionBase):
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
+            min_tokens=min_tokens,
+            allowed_token_ids=allowed_token_ids,
+            banned_token_ids=banned_token_ids,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             on_progress=on_progress,
@@ -422,7 +428,9 @@ class AsyncGenerateStream(StreamBase):
         self, tokenizer: Decodes, *, stop: Iterable[str] = (), skip_special_tokens: bool = True
     ) -> AsyncTextStream:
         """As `GenerateStream.text`."""
-        return AsyncTextStream(self, Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens))
+        least = self._request.min_tokens
+        saying = Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
+        return AsyncTextStream(self, saying)
 
     async def result(self) -> GenerateResult:
         """As `GenerateStream.result`."""

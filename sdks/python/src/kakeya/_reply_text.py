@@ -74,13 +74,13 @@ class StopStrings:
     def is_matched(self) -> bool:
         return self.matched is not None
 
-    def push(self, piece: str) -> str:
-        """The text that can be sent now."""
+    def push(self, piece: str, *, may_stop: bool = True) -> str:
+        """The text that can be sent now. may_stop: does a stop string count that is complete by now?"""
         if self.is_matched:
             return ""
         text = self._waiting + piece
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if ends:
+        if ends and may_stop:
             _, start, self.matched = min(ends)
             self._waiting = ""
             return text[:start]

@@ -113,6 +113,9 @@ def generate(
     drafting: bool,
     constraint: Constraint | None,
     stop_sequences: Iterable[Iterable[int]],
+    min_tokens: int,
+    allowed_token_ids: Iterable[int] | None,
+    banned_token_ids: Iterable[int],
 ) -> pb.GenerateRequest:
     """The request for one Generate. It always asks for detailed frames, which carry the history length as it grows, and
     for a heartbeat before the first token."""
@@ -151,7 +154,23 @@ def generate(
             pb.TokenIds(token_ids=token_ids(one, f"stop_sequences[{index}]"))
             for index, one in enumerate(stop_sequences)
         ],
+        min_tokens=whole_number(min_tokens, "min_tokens", below=_UINT32),
+        allowed_token_ids=None if allowed_token_ids is None else _token_set(allowed_token_ids, "allowed_token_ids"),
+        banned_token_ids=_token_set(banned_token_ids, "banned_token_ids"),
     )
+
+
+def _token_set(values: Iterable[int], field: str) -> pb.TokenSet | None:
+    """The ids, neighbours as ranges. None: there are none."""
+    found = pb.TokenSet()
+    ids = sorted(set(token_ids(values, field)))
+    start = 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or ids[place] != ids[place - 1] + 1:
+            run = ids[start:place]
+            found.ranges.extend([run[0], run[-1] + 1]) if len(run) > 2 else found.token_ids.extend(run)
+            start = place
+    return found if ids or field == "allowed_token_ids" else None
 
 
 def prefill(session_id: str, *, on_progress: object, expected_history_length: int | None) -> pb.GenerateRequest:

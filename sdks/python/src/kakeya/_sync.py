@@ -254,6 +254,9 @@ class Session(SessionBase):
         logit_bias: Mapping[int, float] | None = None,
         stop_token_ids: Iterable[int] = (),
         stop_sequences: Iterable[Iterable[int]] = (),
+        min_tokens: int = 0,
+        allowed_token_ids: Iterable[int] | None = None,
+        banned_token_ids: Iterable[int] = (),
         logprobs: bool = False,
         top_logprobs: int = 0,
         on_progress: Callable[[Progress], None] | None = None,
@@ -271,7 +274,9 @@ class Session(SessionBase):
         When the connection breaks, the stream goes on where it was: no token is lost, none comes twice. `constraint` is
         what the tokens have to spell: the result says whether they do, or were cut by `max_tokens`. `stop_sequences`
         end it when its last tokens are one of them; `GenerateStream.text` knows stop strings.
-        `top_logprobs`: of so many of the likeliest tokens in each place, too, at most 20; it asks for `logprobs`.
+        None of its first `min_tokens` does. `allowed_token_ids` and `banned_token_ids` say what may be drawn at all,
+        any number of ids. `top_logprobs`: of so many of the likeliest tokens in each place, too, at most 20; it asks
+        for `logprobs`.
 
         From a history that is shorter than the server had said nothing is generated: HistoryBehindClient. With
         `expected_history_length`, nothing is from one of any other length: HistoryLengthMismatch.
@@ -291,6 +296,9 @@ class Session(SessionBase):
             logit_bias=logit_bias,
             stop_token_ids=stop_token_ids,
             stop_sequences=stop_sequences,
+            min_tokens=min_tokens,
+            allowed_token_ids=allowed_token_ids,
+            banned_token_ids=banned_token_ids,
             logprobs=logprobs,
             top_logprobs=top_logprobs,
             on_progress=on_progress,
@@ -466,7 +474,9 @@ class GenerateStream(StreamBase):
         The stop string is not given out, and what may be its beginning waits. It ends the generation; the result says
         which it was, and where to `rewind` to, to have the text without it in the history.
         """
-        return TextStream(self, Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens))
+        least = self._request.min_tokens
+        saying = Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
+        return TextStream(self, saying)
 
     def result(self) -> GenerateResult:
         """Read to the end and return everything. Raises the stream's error; StateError if it was cancelled."""

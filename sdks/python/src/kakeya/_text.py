@@ -40,7 +40,10 @@ class TextResult:
 class Saying:
     """Folds tokens into text; what both kinds of streams do."""
 
-    def __init__(self, tokenizer: Decodes, stop: Iterable[str], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self, tokenizer: Decodes, stop: Iterable[str], *, skip_special_tokens: bool, min_tokens: int = 0
+    ) -> None:
+        """min_tokens: a stop string that is complete within so many does not count."""
         if isinstance(stop, str):
             raise invalid("stop", f"must be a sequence of texts, got the text {stop!r}")
         stops = [text(one, f"stop[{index}]") for index, one in enumerate(stop)]
@@ -49,6 +52,7 @@ class Saying:
         options = {"skip_special_tokens": flag(skip_special_tokens, "skip_special_tokens")}
         self._reply = ReplyText(lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False, **options)))
         self._stops = StopStrings(stops)
+        self._min_tokens = min_tokens
         self._first: int | None = None  # position of the first token
         self._reached = [0]  # characters that are complete after each number of tokens
         self._shown = 0
@@ -64,7 +68,8 @@ class Saying:
         self._first = position if self._first is None else self._first
         piece = self._reply.push(token_id)
         self._reached.append(self._reached[-1] + len(piece))
-        return self._shows(self._stops.push(piece), is_over=self._stops.is_matched)
+        shown = self._stops.push(piece, may_stop=len(self._reached) > self._min_tokens + 1)
+        return self._shows(shown, is_over=self._stops.is_matched)
 
     def end(self) -> str:
         """There are no more tokens: the text that was held back."""

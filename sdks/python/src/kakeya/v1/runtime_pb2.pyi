@@ -341,6 +341,9 @@ class GenerateRequest(_message.Message):
     PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     max_tokens: _builtins.int
     """At least 1, at most the server's max_tokens_limit; 0 with prefill_only, and only with it."""
@@ -399,6 +402,11 @@ class GenerateRequest(_message.Message):
     """In each place, the log-probabilities of so many of the likeliest tokens, too, in `token` frames. Needs logprobs; at
     most 20. 0: none.
     """
+    min_tokens: _builtins.int
+    """So many tokens end nothing: an id that ends the Generate is not drawn as one of the first min_tokens, and one of
+    stop_sequences that is complete within them does not count. At most max_tokens. Where a constraint permits nothing but
+    the end before, the Generate ends there, with STOP_REASON_CONSTRAINT.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end this Generate, beside the session's eos_token_ids. At most 64."""
@@ -418,6 +426,16 @@ class GenerateRequest(_message.Message):
         them out. At most 64, none empty, of at most 1024 ids together. A constraint knows nothing of them: they end it also
         where its output is not whole.
         """
+
+    @_builtins.property
+    def allowed_token_ids(self) -> Global___TokenSet:
+        """Ids that may be drawn, ids that end the Generate among them; what is not in the set is not. Absent: any may. One
+        outside the vocabulary is refused.
+        """
+
+    @_builtins.property
+    def banned_token_ids(self) -> Global___TokenSet:
+        """Ids that may not be drawn, though they were allowed. Both sets come after logit_bias, which lifts nothing."""
 
     def __init__(
         self,
@@ -446,10 +464,13 @@ class GenerateRequest(_message.Message):
         presence_penalty: _builtins.float = ...,
         frequency_penalty: _builtins.float = ...,
         top_logprobs: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
+        allowed_token_ids: Global___TokenSet | None = ...,
+        banned_token_ids: Global___TokenSet | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "heartbeat_seconds", b"heartbeat_seconds", "logprobs", b"logprobs", "min_p", b"min_p", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "resume_from", b"resume_from", "seed", b"seed", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "frequency_penalty", b"frequency_penalty", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "prefill_only", b"prefill_only", "presence_penalty", b"presence_penalty", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafting", b"_drafting", "_expected_history_length", b"_expected_history_length", "_heartbeat_seconds", b"_heartbeat_seconds", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_progress", b"_progress", "_repetition_penalty", b"_repetition_penalty", "_resume_from", b"_resume_from", "_seed", b"_seed", "_temperature", b"_temperature", "_token_details", b"_token_details", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "banned_token_ids", b"banned_token_ids", "constraint", b"constraint", "drafting", b"drafting", "expected_history_length", b"expected_history_length", "frequency_penalty", b"frequency_penalty", "heartbeat_seconds", b"heartbeat_seconds", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "prefill_only", b"prefill_only", "presence_penalty", b"presence_penalty", "progress", b"progress", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "resume_from", b"resume_from", "seed", b"seed", "session_id", b"session_id", "stop_sequences", b"stop_sequences", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "token_details", b"token_details", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafting: _TypeAlias = _typing.Literal["drafting"]  # noqa: Y015
     _WhichOneofArgType__drafting: _TypeAlias = _typing.Literal["_drafting", b"_drafting"]  # noqa: Y015
@@ -505,6 +526,36 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class TokenSet(_message.Message):
+    """A set of ids: all of both lists."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    RANGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In any order. At most 65,536."""
+
+    @_builtins.property
+    def ranges(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Pairs: the first id of a range, and the one behind its last. At most 65,536 numbers."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ranges: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranges", b"ranges", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSet: _TypeAlias = TokenSet  # noqa: Y015
 
 @_typing.final
 class Constraint(_message.Message):
