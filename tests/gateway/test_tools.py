@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
+from inference_engine.config import child_environment
 from inference_engine.types import TokenBytes
 from kakeya import Client
 from kakeya.tools import ToolCall, ToolResult, Tools
 from tests.conformance.tool_families import FAMILIES
-from tests.further import further
+from tests.further import further, further_test
 from tests.gateway.conftest import gateway_for
 from tests.server_thread import server_thread
 from tests.tiny import VOCABULARY
@@ -195,3 +198,53 @@ def test_a_template_without_tools_needs_a_format(target: str, runtime: Client) -
     with gateway_for(target, tool_format="hermes") as url:
         reply = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert reply["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+
+
+@further_test
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_the_ai_sdk_calls_tools_and_goes_on_with_the_session(url: str, api: str) -> None:
+    program = Path(__file__).parent / "clients" / "tools.mjs"
+    words = ["node", str(program), api, f"{url}/v1", "tiny"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=child_environment())
+    assert done.returncode == 0, done.stderr
+    for said in map(json.loads, done.stdout.splitlines()):
+        assert said["toolName"] == "weather"
+        assert said["output"] == f"{said['input']['town']} is wet."
+        assert said["cached"] >= said["before"] - 1
+
+
+@further_test
+@pytest.mark.parametrize("settings", [{}, {"use_responses_api": True}], ids=["chat", "responses"])
+def test_langchain_calls_tools_and_goes_on_with_the_session(url: str, settings: dict[str, Any]) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    made: dict[str, Any] = {"model": "tiny", "base_url": f"{url}/v1", "api_key": "none", "max_tokens": 80}
+    model = ChatOpenAI(**made, max_retries=0, **settings)
+    tools: list[Any] = [{"type": "function", "function": WEATHER | {"description": ""}}]
+    messages: list[Any] = [HumanMessage(QUESTION["content"])]
+    first: Any = model.bind_tools(tools, tool_choice="weather").invoke(messages)
+    (call,) = first.tool_calls
+    assert call["args"]["town"] in ("Brno", "Oslo")
+    messages += [first, ToolMessage(ANSWER, tool_call_id=call["id"])]
+    second: Any = model.bind_tools(tools, tool_choice="none").invoke(messages)
+    cached = second.usage_metadata["input_token_details"]["cache_read"]
+    assert cached >= first.usage_metadata["total_tokens"] - 1
+
+
+@further_test
+def test_anthropics_client_calls_tools_and_goes_on_with_the_session(url: str) -> None:
+    import anthropic
+
+    tools: Any = [{"name": "weather", "input_schema": PARAMETERS}]
+    messages: list[Any] = [QUESTION]
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "tiny", "max_tokens": 80, "tools": tools}
+        with client.messages.stream(**asked, messages=messages, tool_choice={"type": "any"}) as stream:
+            first = stream.get_final_message()
+        (use,) = first.content
+        assert use.type == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": ANSWER}
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second = client.messages.create(**asked, messages=messages, tool_choice={"type": "none"})
+    assert (second.usage.cache_read_input_tokens or 0) >= first.usage.input_tokens + first.usage.output_tokens - 1
