@@ -173,11 +173,6 @@ def run(args: argparse.Namespace) -> int:
         tokenizer: Any = load_tokenizer(tokenizer_folder(model.model, model.cache_path))
         geometry = forward.geometry(page_tokens=16, segment_tokens=256)
         layers = latent_layers(geometry)
-        if geometry.states:
-            raise ConfigError(
-                f"{forward.facts.model_id} has recurrent states beside K and V; latents are calibrated for models "
-                "without any. Strategies and codecs that need no latent can be used"
-            )
         require_stored_keys(loaded.model, layers=layers)
         sequence = min(_SEQUENCE, geometry.trained_positions)
         bytes_per_token = args.bytes_per_token or 2 * default_bytes_per_token(geometry)

@@ -3,6 +3,7 @@
     q_proj k_proj v_proj            the projections; what they give is already per head, only flat
                                     (values may come from k_proj, too)
     q_norm k_norm v_norm            where a model has them, their output counts: it is what the model rotates
+    (or q_layernorm …)              q_proj may give a gate of the output, too, behind each head's query
 
 Nothing of the model changes, and the hooks are gone afterwards.
 """
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from inference_engine.errors import ModelError
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.models.layer_traits import TRIAL, watched
+from inference_engine.models.mixers import is_mixer
 
 _KINDS = ("q", "k", "v")
 _KEYS_TOLERANCE = 0.02  # of the largest number: keys in bfloat16, scaled once
@@ -40,6 +42,7 @@ class LayerStates:
 def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int]) -> Iterator[list[LayerStates]]:
     """Run the model over each batch of token ids [sequences, T] and yield its states, one item for each of `layers`.
 
+    layers: stored ones, as `Geometry.layers` numbers them: those with attention, in their order.
     Only its body runs, for logits are not needed. N is sequences × T, sequence after sequence. The states stay on the
     model's device, in its dtype. Raises ModelError for a model whose attention has no q_proj, k_proj and v_proj,
     NonFiniteEntries for one that overflows.
@@ -59,7 +62,7 @@ def recording(model: nn.Module, *, layers: Sequence[int]) -> Iterator[Callable[[
 
     It raises NonFiniteEntries. Raises ModelError as `capture` does.
     """
-    attentions = attention_modules(model)
+    attentions = _stored_attentions(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
     recorders = [_Recorder(layer, attentions[layer]) for layer in layers]
@@ -89,8 +92,9 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
             (states,) = capture(model, [token], layers=layers)
     finally:
         model.set_attn_implementation(before)
+    by_stored = [seen.keys[number] for number in sorted(seen.keys)]
     for one in states:
-        stored, captured = seen.keys[one.layer].transpose(0, 1).float(), one.keys.float()
+        stored, captured = by_stored[one.layer].transpose(0, 1).float(), one.keys.float()
         scale = stored.norm() / captured.norm().clamp_min(1e-12)
         if not bool((stored - scale * captured).abs().max() <= _KEYS_TOLERANCE * stored.abs().max()):
             raise ModelError(
@@ -112,9 +116,19 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     found: dict[int, nn.Module] = {}
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and all(_projection(module, kind) is not None for kind in _KINDS):
+        if (
+            isinstance(layer, int)
+            and not is_mixer(module)
+            and all(_projection(module, kind) is not None for kind in _KINDS)
+        ):
             found[layer] = module
     return found
+
+
+def _stored_attentions(model: nn.Module) -> dict[int, nn.Module]:
+    """The same, numbered as stored layers: others, that keep a recurrent state, do not count."""
+    found = attention_modules(model)
+    return dict(enumerate(found[number] for number in sorted(found)))
 
 
 def _projection(attention: nn.Module, kind: str) -> nn.Module | None:
@@ -127,10 +141,11 @@ def _projection(attention: nn.Module, kind: str) -> nn.Module | None:
 
 def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, Tensor]:
     """Each layer's Wo [hidden, Hq · D], as the model holds it. Raises ModelError where there is none."""
-    attentions = attention_modules(model)
+    attentions = _stored_attentions(model)
     found: dict[int, Tensor] = {}
     for layer in layers:
-        projection = getattr(attentions.get(layer), "o_proj", None)
+        attention = attentions.get(layer)
+        projection = getattr(attention, "o_proj", None) or getattr(attention, "out_proj", None)
         if not isinstance(projection, nn.Linear):
             raise ModelError(f"{type(model).__name__}: layer {layer} has no linear o_proj to weigh values by")
         found[layer] = projection.weight.detach()
@@ -151,7 +166,7 @@ class _Recorder:
             projection = _projection(attention, kind)
             assert projection is not None
             self._handles.append(projection.register_forward_hook(self._projected(kind)))
-            norm = getattr(attention, f"{kind}_norm", None)
+            norm = getattr(attention, f"{kind}_norm", None) or getattr(attention, f"{kind}_layernorm", None)
             if isinstance(norm, nn.Module):
                 self._handles.append(norm.register_forward_hook(self._normed(kind)))
 
@@ -177,6 +192,8 @@ class _Recorder:
             # Norms are called on [B, T, H · D], on [B, T, H, D] or, in Gemma, on [B, H, T, D]. What went into the norm
             # came out of the projection, so it decides; shapes alone do not when T equals H.
             projected, before = self._states[kind], inputs[0]
+            if (gated := projected.numel() // before.numel()) > 1:
+                projected = projected.view(len(projected), -1, gated, self._head_dim)[:, :, 0]
             is_heads_first = before.ndim == 4 and not torch.equal(before.reshape(projected.shape), projected)
             states = output.transpose(1, 2) if is_heads_first else output
             self._states[kind] = states.reshape(projected.shape)

@@ -27,6 +27,7 @@ from inference_engine.errors import (
     NoCapacity,
     NonFiniteLogits,
 )
+from inference_engine.kv.archives.latent import latent_layers
 from inference_engine.kv.geometry import UNROTATED
 from inference_engine.kv.parts.recurrent import RecurrentStates
 from inference_engine.kv.plan import StepPlan
@@ -37,11 +38,13 @@ from inference_engine.kv.views import State
 from inference_engine.models.mixers import SessionMixer
 from inference_engine.types import GenerateParams, Mode
 from kv_cache_proposer.ngram import NgramDrafter
+from laboratory.training.capture import require_stored_keys
+from laboratory.training.latent import calibrate, measure
 from tests.admissions import admitted_once
 from tests.backends.small_families import continued, forward_of, ids_of, own_model
 from tests.facade import session_of
 from tests.further import further, further_test
-from tests.laws.variants import text
+from tests.laws.variants import generate, text
 from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
 
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -241,6 +244,26 @@ def test_every_strategy_is_admitted_serves_it_and_stays_within_its_bound(family:
             assert len(ids_of(engine, session, 8)) == 8, strategy
             info = engine.session_info(session)
             assert state_bytes < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+
+
+@further_test
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2", "olmo_hybrid", "falcon_h1"])
+def test_a_latent_is_calibrated_for_the_layers_with_attention(family: str) -> None:
+    own, forward = served(family)
+    layers = latent_layers(forward.geometry(**PAGES))
+    require_stored_keys(own, layers=layers)
+    texts = [torch.tensor([text(120, seed=seed) for seed in range(first, first + 4)]) for first in (0, 4)]
+    codec = calibrate(own, texts[:1], layers=layers, bytes_per_token=90 * len(layers), group_layers=1)
+    assert measure(own, texts[1:], codec).overall < 0.02
+    with Engine(forward, EngineConfig(**SMALL), latent=codec) as engine:
+        exact, restored = (
+            engine.create_session(strategy=parse_strategy(said)).session_id
+            for said in ("full", f"restored:source=latent,sink=2,window=16,bytes_per_token={codec.bytes_per_token}")
+        )
+        for session in (exact, restored):
+            engine.append(session, HISTORIES[2])
+        exactly, nearly = (generate(engine, session, 1)[0] for session in (exact, restored))
+        assert exactly[0] == nearly[0] and exactly[1] == pytest.approx(nearly[1], abs=0.1)
 
 
 @further_test
