@@ -238,7 +238,10 @@ class SessionKV:
             self._prefixes = prefixes
 
     def shrink(self) -> None:
-        """Give back what is granted beyond the entries that it has. Under the store's lock; nothing is staged."""
+        """Give back what is granted beyond the entries that it has, and what no fork needs. Under the store's lock;
+        nothing is staged.
+        """
+        self.end_lending()
         tokens = max(1, self.length)
         if self.grows and self._is_reserved and self._whole(tokens) < (self.granted_tokens or 0):
             before = self._granted.sustained_bytes

@@ -431,6 +431,23 @@ def test_sessions_that_begin_alike_take_what_another_has_there_where_its_state_i
         assert taken.get() == 2 * len(common) + len(whole_history) - 1
 
 
+def test_a_closed_session_leaves_its_state_and_nothing_that_it_lent() -> None:
+    own, forward = served("qwen3_5_text")
+    with Engine(forward, EngineConfig(**{**SMALL, "share_prefixes": "owner"})) as engine:
+        parent, common = engine.create_session().session_id, text(96, seed=7)
+        engine.append(parent, common)
+        history = [*common, *ids_of(engine, parent, 8)]
+        fork = engine.fork_session(parent).session_id
+        assert ids_of(engine, fork, 8) == continued(own, history, 8)
+        for session in (fork, parent):
+            engine.close_session(session)
+        assert (engine.info().kv_reserved_bytes, engine.prefix_bytes_of("") > 0) == (0, True)
+        late = engine.create_session().session_id
+        engine.append(late, [*history, 5, 6])
+        assert ids_of(engine, late, 8) == continued(own, [*history, 5, 6], 8)
+        assert engine.metrics.kept_prefix_tokens._value.get() == len(history) - 1
+
+
 def test_states_that_no_fork_borrows_are_given_back() -> None:
     sessions = Sessions(served("qwen3_5_text")[1])
     parent, pool = sessions.open(), sessions.context.pool
