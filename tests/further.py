@@ -26,6 +26,7 @@ BENCHMARKS = (
     "tests/laboratory/bench/test_hibernation_bench.py",
     "tests/laboratory/bench/test_journal_bench.py",
     "tests/laboratory/bench/test_kept_sessions_bench.py",
+    "tests/laboratory/bench/test_latent_attention_bench.py",
     "tests/mlx/test_measures.py",
 )
 # Of the HTTP door, `make test-http` runs all; `make test` has what a completion is.

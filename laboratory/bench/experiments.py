@@ -56,6 +56,9 @@ EXPERIMENTS = {
     "hostile": Experiment("tests.hostile.bench", "what a victim notices of attacks on its server"),
     "journal": Experiment("laboratory.bench.journal", "what it costs that sessions outlive the process"),
     "kept-sessions": Experiment("laboratory.bench.kept_sessions", "more sessions than there is room for, kept in turn"),
+    "latent-attention": Experiment(
+        "laboratory.bench.latent_attention", "latent attention beside transformers, which expands what it reads"
+    ),
     "load": Experiment("laboratory.bench.load", "many streams at once, and up to ten times too much load"),
     "long-session": Experiment(
         "laboratory.bench.long_session", "one agent's session, turn after turn, beside fresh ones"
