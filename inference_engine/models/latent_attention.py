@@ -160,8 +160,7 @@ def _weight(projection: nn.Module) -> Tensor | None:
 
 
 def check_latent(config: Any) -> None:
-    """Raise ModelError for sizes of latent attention that cannot be. config: transformers', of a text
-    model with compressed vectors."""
+    """Raise ModelError for sizes that cannot be. config: transformers', of a text model with latent attention."""
     name = config.model_type
     if getattr(config, "index_topk", None):
         raise ModelError(
