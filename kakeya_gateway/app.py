@@ -250,13 +250,16 @@ class _Answer(Response):
             try:
                 while (piece := await _next(pieces, write)) is not None:
                     await write(reply.more(piece))
-                await write(reply.end(), reply.ending)
+                if not has_begun:
+                    await write(())
+                last, ending = [*reply.end()], reply.ending
+                turn.keep(reply.whole())
             except kakeya.KakeyaError as error:
                 if not has_begun:
                     raise
-                await write((_shape(scope["path"])(_refused(error)),))
-            else:
-                turn.keep(reply.whole())
+                last, ending = [_shape(scope["path"])(_refused(error))], ""
+        # The session is free before a client can know of the end, and ask for more.
+        await write(last, ending)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
