@@ -296,7 +296,7 @@ class Hibernation:
         """
         reading = self._readings.get(session)
         if reading is None:
-            record, tokens = self._wanted(session), None
+            record, tokens = self._wanted(session, found), None
             if record is None:
                 record, tokens = self._of_another(session, found)
             if record is None:
@@ -334,14 +334,17 @@ class Hibernation:
         reading = self._readings[session] = _Reading(record, tokens, copy)
         return reading
 
-    def _wanted(self, session: Session) -> CopyRecord | None:
+    def _wanted(self, session: Session, found: Callable[[], int]) -> CopyRecord | None:
+        """Its own copy, if that has more than was `found` in memory, and reading it is worth that."""
         kv = session.kv
         if kv.length > kv.base or session.is_transient:
             return None
         record = self._index.find(session.session_id)
         if record is None or not kv.base < record.length <= len(session.history):
             return None
-        if not self._pays(record.nbytes, record.length):
+        if (more := record.length - found()) <= 0:
+            return None
+        if not self._pays(record.nbytes, more):
             self._metrics.copies_read.labels("slower").inc()
             return None
         return record

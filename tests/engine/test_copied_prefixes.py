@@ -11,7 +11,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.types import Finished, GenerateParams
-from tests.facade import copies_known, save_copies, speeds, store_of
+from tests.facade import copies_known, let_leave, save_copies, speeds, store_of
 from tests.kept import keeping
 from tests.laws.variants import drain, text
 from tests.tiny_native import served_engine
@@ -75,6 +75,17 @@ def test_a_copy_is_not_read_where_memory_has_as_much_or_a_prefill_is_faster(tmp_
         with speeds(engine, prefill_tokens=1.0, read_bytes=1e9):
             assert begun(engine, [*text(COMMON), *own(2)])[1].cached_tokens == COMMON
         assert read(engine, "shared") == 0
+
+
+def test_a_session_that_comes_back_reads_no_file_for_what_is_still_in_memory(tmp_path: Path) -> None:
+    with keeping(tmp_path, make=sharing_engine) as engine:
+        session, _ = begun(engine, text(COMMON))
+        save_copies(engine, tmp_path)
+        let_leave(engine, session)
+        engine.recall(session)
+        done = drain(engine.generate(session, PARAMS))[-1]
+        assert isinstance(done, Finished)
+        assert (done.prefilled_tokens, read(engine, "used"), read(engine, "shared")) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("unlike", ["owner", "strategy", "damaged", "off", "no room"])
