@@ -17,6 +17,7 @@ TITLES = {
     "_async": "The same for asyncio",
     "_strategies": "Strategies",
     "_text": "Text",
+    "_thinking": "Thinking",
     "_constraints": "Constraints",
     "_values": "Answers",
     "_channel": "Certificates",

@@ -31,6 +31,7 @@ OPTIONS = {
     "Session.fork": "ForkOptions",
     "GenerateStream.text": "TextOptions",
     "Session.generate": "GenerateOptions",
+    "Session.generate_thinking": "ThinkingOptions",
     "Session.history": "HistoryOptions",
     "Session.prefill": "PrefillOptions",
     "Session.rewind": "RewindOptions",

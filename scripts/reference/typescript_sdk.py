@@ -20,6 +20,7 @@ TITLES = {
     "checks": "Token ids",
     "strategies": "Strategies",
     "text": "Text",
+    "thinking": "Thinking",
     "constraints": "Constraints",
     "values": "Answers",
     "retry": "Retries",

@@ -21,8 +21,8 @@ InvariantViolated JournalAway JournalFull JsonSchema KakeyaError Lark LayerWindo
 NoCapacity NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded Regex RequestIdReused
 RestorationFailed Restored RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed
 SessionEvicted SessionInfo SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy
-StreamTakenOver TLS TLSFailed TemplateError TextResult TextStream Tiered TokenDetail TokenOutOfRange TokenizerError
-ToolCallError ToolFormatUnknown TopLogprob TransportError Unauthenticated
+StreamTakenOver TLS TLSFailed TemplateError TextResult TextStream Thought Tiered TokenDetail TokenOutOfRange
+TokenizerError ToolCallError ToolFormatUnknown TopLogprob TransportError Unauthenticated
 """
 
 

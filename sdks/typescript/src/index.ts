@@ -78,6 +78,7 @@ export type {
   SessionsOptions,
   Signal,
   TextOptions,
+  ThinkingOptions,
   TLS,
 } from "./options.js";
 export type { RetryPolicy } from "./retry.js";
@@ -96,6 +97,7 @@ export type {
 } from "./strategies.js";
 export { GenerateStream } from "./stream.js";
 export { TextStream, type TextResult } from "./text.js";
+export type { Thought } from "./thinking.js";
 export type {
   Durability,
   GenerateResult,

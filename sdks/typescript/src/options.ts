@@ -153,6 +153,12 @@ export interface GenerateOptions extends CallOptions {
   readonly constraint?: Constraint | undefined;
 }
 
+/** How a model thinks, and answers: the options are for both; `constraint` and `minTokens` are for the answer alone. */
+export interface ThinkingOptions extends GenerateOptions {
+  /** What ends the thinking, such as the ids of `</think>`. */
+  readonly endTokenIds: TokenIds;
+}
+
 /** How a Generate is read as text. */
 export interface TextOptions {
   /** Texts that end it. Default: none. */
@@ -170,6 +176,30 @@ const CHAT: Names<ChatOptions> = {
   tools: true,
   allowSpecialTokens: true,
   templateOptions: true,
+};
+
+const GENERATE: Names<GenerateOptions> = {
+  seed: true,
+  temperature: true,
+  topP: true,
+  topK: true,
+  minP: true,
+  repetitionPenalty: true,
+  presencePenalty: true,
+  frequencyPenalty: true,
+  logitBias: true,
+  stopTokenIds: true,
+  stopSequences: true,
+  minTokens: true,
+  allowedTokenIds: true,
+  bannedTokenIds: true,
+  logprobs: true,
+  topLogprobs: true,
+  onProgress: true,
+  expectedHistoryLength: true,
+  drafting: true,
+  constraint: true,
+  ...CALL,
 };
 
 const KNOWN = {
@@ -207,29 +237,8 @@ const KNOWN = {
   sessions: { pageSize: true, ...CALL } satisfies Names<SessionsOptions>,
   history: { firstPosition: true, pieceTokens: true, ...CALL } satisfies Names<HistoryOptions>,
   prefill: { onProgress: true, expectedHistoryLength: true, ...CALL } satisfies Names<PrefillOptions>,
-  generate: {
-    seed: true,
-    temperature: true,
-    topP: true,
-    topK: true,
-    minP: true,
-    repetitionPenalty: true,
-    presencePenalty: true,
-    frequencyPenalty: true,
-    logitBias: true,
-    stopTokenIds: true,
-    stopSequences: true,
-    minTokens: true,
-    allowedTokenIds: true,
-    bannedTokenIds: true,
-    logprobs: true,
-    topLogprobs: true,
-    onProgress: true,
-    expectedHistoryLength: true,
-    drafting: true,
-    constraint: true,
-    ...CALL,
-  } satisfies Names<GenerateOptions>,
+  generate: GENERATE,
+  generateThinking: { endTokenIds: true, ...GENERATE } satisfies Names<ThinkingOptions>,
   text: { stop: true, skipSpecialTokens: true } satisfies Names<TextOptions>,
   "this call": CALL,
   tokensForChat: CHAT,

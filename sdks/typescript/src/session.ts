@@ -17,6 +17,7 @@ import {
   type CallOptions,
   type ForkOptions,
   type GenerateOptions,
+  type ThinkingOptions,
   type HistoryOptions,
   type PrefillOptions,
   type RewindOptions,
@@ -31,6 +32,7 @@ import {
 } from "./requests.js";
 import type { Patience } from "./retry.js";
 import type { Strategy } from "./strategies.js";
+import { Budget, type Thought } from "./thinking.js";
 import { Fold, GenerateStream } from "./stream.js";
 import {
   forkedFacts,
@@ -185,6 +187,22 @@ export class Session implements AsyncDisposable {
     this.#requireOpen();
     const request = generateRequest(this.id, maxTokens, options, this.#tail.length);
     return this.#started(request, options);
+  }
+
+  /**
+   * Let the model think for at most `budget` tokens, end its thinking, and generate an answer of `maxTokens`.
+   *
+   * `endTokenIds` is what ends the thinking: if the model has not given it when the budget is used up, what is missing of
+   * it is appended. The answer is a stream, as `generate` gives it. Penalties count each part by itself. A turn that ends
+   * within the thinking has no answer.
+   */
+  async generateThinking(budget: number, maxTokens: number, options: ThinkingOptions): Promise<Thought> {
+    const parts = new Budget(options);
+    const thinking = await this.generate(budget, parts.thinking).result();
+    const missing = parts.missing(thinking);
+    if (missing !== undefined && missing.length > 0) await this.append(missing);
+    const answer = missing === undefined ? undefined : this.generate(maxTokens, parts.answer(thinking));
+    return Object.freeze({ thinking, appendedIds: Object.freeze(missing ?? []), answer });
   }
 
   /**

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from kakeya._strategies import Full, Gather, LayerWindow, Mac, Named, Restored, SinkWindow, Strategy, Tiered
     from kakeya._sync import Client, GenerateStream, Session
     from kakeya._text import AsyncTextStream, TextResult, TextStream
+    from kakeya._thinking import Thought
     from kakeya._values import (
         Durability,
         GenerateResult,
@@ -165,6 +166,7 @@ __all__ = [
     "TemplateError",
     "TextResult",
     "TextStream",
+    "Thought",
     "Tiered",
     "TokenDetail",
     "TokenOutOfRange",
@@ -184,6 +186,7 @@ _HOME = {
     "_strategies": ("Full", "Gather", "LayerWindow", "Mac", "Named", "Restored", "SinkWindow", "Strategy", "Tiered"),
     "_sync": ("Client", "GenerateStream", "Session"),
     "_text": ("AsyncTextStream", "TextResult", "TextStream"),
+    "_thinking": ("Thought",),
     "_values": (
         "Durability",
         "GenerateResult",

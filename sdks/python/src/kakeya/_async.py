@@ -30,6 +30,7 @@ from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
 from kakeya._text import AsyncTextStream, Decodes, Saying
+from kakeya._thinking import Budget, Thought
 from kakeya._values import (
     GenerateResult,
     HistoryPiece,
@@ -282,6 +283,18 @@ class AsyncSession(SessionBase):
             constraint=constraint,
         )
         return self._started(request, on_progress, expected_history_length, timeout)
+
+    async def generate_thinking(
+        self, budget: int, max_tokens: int, *, end_token_ids: Iterable[int], **options: Any
+    ) -> Thought[AsyncGenerateStream]:
+        """As `Session.generate_thinking`."""
+        parts = Budget(end_token_ids, options)
+        thinking = await self.generate(budget, **parts.thinking).result()
+        missing = parts.missing(thinking)
+        if missing:
+            await self.append(missing)
+        answer = None if missing is None else self.generate(max_tokens, **parts.answer(thinking))
+        return Thought(thinking=thinking, appended_ids=tuple(missing or ()), answer=answer)
 
     async def prefill(
         self,

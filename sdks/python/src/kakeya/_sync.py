@@ -29,6 +29,7 @@ from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
 from kakeya._text import Decodes, Saying, TextStream
+from kakeya._thinking import Budget, Thought
 from kakeya._values import (
     GenerateResult,
     HistoryPiece,
@@ -307,6 +308,24 @@ class Session(SessionBase):
             constraint=constraint,
         )
         return self._started(request, on_progress, expected_history_length, timeout)
+
+    def generate_thinking(
+        self, budget: int, max_tokens: int, *, end_token_ids: Iterable[int], **options: Any
+    ) -> Thought[GenerateStream]:
+        """Let the model think for at most `budget` tokens, end its thinking, and generate an answer of `max_tokens`.
+
+        `end_token_ids` is what ends the thinking, such as the ids of `</think>`: if the model has not given it when the
+        budget is used up, what is missing of it is appended. The answer is a stream, as `generate` gives it. `options`
+        are those of `generate`, for both; `constraint` and `min_tokens` are for the answer alone. Penalties count each
+        part by itself. A turn that ends within the thinking has no answer.
+        """
+        parts = Budget(end_token_ids, options)
+        thinking = self.generate(budget, **parts.thinking).result()
+        missing = parts.missing(thinking)
+        if missing:
+            self.append(missing)
+        answer = None if missing is None else self.generate(max_tokens, **parts.answer(thinking))
+        return Thought(thinking=thinking, appended_ids=tuple(missing or ()), answer=answer)
 
     def prefill(
         self,
