@@ -315,6 +315,7 @@ class Seam:
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
         # By table: how many numbers of a key come before those that it turns.
         self._still = {layer.rotary: layer.value_dim for layer in self.layers if layer.value_in_key}
+        self._still |= {SHORT_ROTARY: self._still[ONE_ROTARY]} if ONE_ROTARY in self._still else {}
 
     @contextmanager
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
