@@ -84,7 +84,8 @@ class StepPlan:
         self.query_count = total
         self.positions: NDArray[np.int64] = np.concatenate([span.positions for span in self.spans])
         # Which tokens are rotated by the table for short histories; None: none, or the model has no such table.
-        self._in_short = _in_short(geometry, sessions, self.spans)
+        self._in_short = None if geometry.short_positions is None else _in_short(sessions, self.spans)
+        self.rotary_positions = self.positions if self._in_short is None else self._turned(self.positions)
         # Views add up in another order: where the operation has one, chunks of any length are its own.
         most_queries = sys.maxsize if ops.attends_in_one_order else MOST_RAGGED_TOKENS
         has_regions = attends_together and any(kv.staged <= most_queries for kv in sessions)
@@ -120,10 +121,10 @@ class StepPlan:
         """How queries read by numbers that do not read all they see, always in the same order."""
         return self._reads.records.records
 
-    @property
-    def rotary_positions(self) -> NDArray[np.int64]:
+    def _turned(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N], as rotations take them: the position, or ~position of a token that SHORT_ROTARY rotates."""
-        return self.positions if self._in_short is None else np.where(self._in_short, ~self.positions, self.positions)
+        assert self._in_short is not None
+        return np.where(self._in_short, ~positions, positions)
 
     @property
     def grows_evenly(self) -> bool:
@@ -147,7 +148,9 @@ class StepPlan:
         plan = object.__new__(type(self))
         vars(plan).update(vars(self))
         vars(plan).pop("tables", None)
-        plan.positions = self.positions + 1
+        plan.positions = plan.rotary_positions = self.positions + 1
+        if self._in_short is not None:
+            plan.rotary_positions = self._turned(plan.positions)
         plan._growth = growth = self._growth or _Growth(self._geometry, self._untils)
         plan.numbers = self.numbers.grown(growth.numbers, self.pool.scratch)
         others = np.flatnonzero(plan.positions >= growth.ends).tolist()
@@ -258,11 +261,7 @@ class _Growth:
         self._untils[index] = until
 
 
-def _in_short(
-    geometry: Geometry, sessions: Sequence[SessionKV], spans: Sequence[StagedQueries]
-) -> NDArray[np.bool_] | None:
-    if geometry.short_positions is None:
-        return None
+def _in_short(sessions: Sequence[SessionKV], spans: Sequence[StagedQueries]) -> NDArray[np.bool_] | None:
     are_short = [any(layer.rotary == SHORT_ROTARY for layer in kv.context.geometry.layers) for kv in sessions]
     if not any(are_short):
         return None

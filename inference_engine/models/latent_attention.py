@@ -40,16 +40,6 @@ class EntryForm(Protocol):
         """[1, N, Hq, Dv] of entries -> of the layer."""
 
 
-class AsGiven:
-    """Entries are the keys and values themselves."""
-
-    def stored(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query, key, value
-
-    def output(self, out: Tensor) -> Tensor:
-        return out
-
-
 class HeadHalves(nn.Module):
     """Replaces `kv_b_proj`, whose two halves it multiplies with queries and with outputs; inference only.
 
@@ -120,10 +110,13 @@ def is_latent(attention: nn.Module) -> bool:
     return hasattr(attention, _EXPANDED)
 
 
-def entry_form(attention: nn.Module) -> EntryForm:
-    """Of an attention layer of a model that `absorb_projections` has been through. It is made to give its pair."""
+def entry_form(attention: nn.Module) -> EntryForm | None:
+    """Of an attention layer of a model that `absorb_projections` has been through. It is made to give its pair.
+
+    None: entries are the keys and values themselves.
+    """
     if not isinstance(getattr(attention, _EXPANDED, None), HeadHalves):
-        return AsGiven()
+        return None
     entries = LatentEntries(attention)
 
     def in_place_of_cache(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:

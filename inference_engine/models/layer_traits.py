@@ -66,10 +66,11 @@ def _attend(
     layer: Any = module.layer_idx
     seen: AttentionInputs = module.__dict__["_kakeya_seen"]
     form = form_of(module)
-    query, key, value = form.stored(query, key, value)
+    if form is not None:
+        query, key, value = form.stored(query, key, value)
     seen.note(layer, query, key, sliding_window)
     own = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
-    return form.output(own), None
+    return own if form is None else form.output(own), None
 
 
 AttentionInterface.register(TRIAL, _attend)

@@ -45,14 +45,13 @@ from inference_engine.kv.geometry import (
     StoredLayers,
 )
 from inference_engine.models.latent_attention import (
-    AsGiven,
     EntryForm,
     absorb_projections,
     check_latent,
     entry_form,
     is_latent,
 )
-from inference_engine.models.mixers import SessionMixer, is_mixer, refuse_keywords, take_mixers
+from inference_engine.models.mixers import WITHOUT_EFFECT, SessionMixer, is_mixer, refuse_keywords, take_mixers
 
 ATTENTION = "kakeya"
 
@@ -114,13 +113,13 @@ class _Place:
     stored: int
     keeps: bool
     geometry: LayerGeometry
-    form: EntryForm
+    form: EntryForm | None
 
 
-def form_of(attention: nn.Module) -> EntryForm:
-    """What the entries of an attention layer hold; of one that no seam has taken over, what it gives."""
+def form_of(attention: nn.Module) -> EntryForm | None:
+    """What the entries of an attention layer hold; None: what it gives, as of one that no seam has taken over."""
     place: _Place | None = attention.__dict__.get("_kakeya_place")
-    return AsGiven() if place is None else place.form
+    return None if place is None else place.form
 
 
 def _attend(
@@ -140,12 +139,15 @@ def _attend(
     """query, key, value [1, H, N, D], query and key rotated; returns ([1, N, Hq, D], None)."""
     if attention_mask is not None or dropout:
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
-    refuse_keywords(module, others, "attention")
+    for name, given in others.items():  # without a call: it is looked at in every layer of every step
+        if given is not None and given is not False and name not in WITHOUT_EFFECT:
+            refuse_keywords(module, others, "attention")
     place = cast("_Place", module._kakeya_place)
     layer, geometry, plan = place.number, place.geometry, place.now.plan
     assert plan is not None, "a forward runs within Seam.attending"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = place.form.stored(query, key, value)
+    if place.form is not None:
+        query, key, value = place.form.stored(query, key, value)
     heads, kv_heads = query.shape[1], key.shape[1]
     if value.shape[-1] != geometry.value_dim:
         raise ModelError(
@@ -170,7 +172,7 @@ def _attend(
         softcap=softcap,
         head_sinks=s_aux,
     )
-    return place.form.output(out), None
+    return out if place.form is None else place.form.output(out), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -202,13 +204,15 @@ class TokenRotary(nn.Module):
 
         Where the module that it replaces returns complex numbers, it does, too: `parts` has both as cos and sin.
         """
-        cos, sin = self.parts(x, position_ids, layer_type)
+        parts = self._of_table if self.short is None else self.parts
+        cos, sin = parts(x, position_ids, layer_type or ONE_ROTARY)
         return torch.complex(cos, sin) if self._is_complex else (cos, sin)
 
     def parts(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
         """cos and sin, [1, N, d]."""
-        cos, sin = self._of_table(x, position_ids, layer_type or ONE_ROTARY)
-        if self.short is None or layer_type is not None:
+        name = layer_type or ONE_ROTARY
+        cos, sin = self._of_table(x, position_ids, name)
+        if self.short is None or name != ONE_ROTARY:
             return cos, sin
         is_short = (position_ids < 0)[..., None]
         short_cos, short_sin = self._of_table(x, ~position_ids, SHORT_ROTARY)
@@ -231,7 +235,7 @@ class TokenRotary(nn.Module):
     def frequencies(self, name: str) -> tuple[Tensor, float]:
         """The angle per position of each pair of numbers, float32 [d / 2], and the factor of cos and sin."""
         prefix = "" if name in (ONE_ROTARY, SHORT_ROTARY) else f"{name}_"
-        module = self._module(name)
+        module = self.short if name == SHORT_ROTARY else self.original
         return getattr(module, f"{prefix}inv_freq"), getattr(module, f"{prefix}attention_scaling")
 
     def scale(self, name: str, device: torch.device) -> float:
@@ -241,15 +245,10 @@ class TokenRotary(nn.Module):
 
     def _own(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         arguments = (x, position_ids) if name in (ONE_ROTARY, SHORT_ROTARY) else (x, position_ids, name)
-        found: Tensor | tuple[Tensor, Tensor] = self._module(name)(*arguments)
+        module: Any = self.short if name == SHORT_ROTARY else self.original
+        found: Tensor | tuple[Tensor, Tensor] = module(*arguments)
         self._is_complex = isinstance(found, Tensor)
         return (found.real, found.imag) if isinstance(found, Tensor) else found
-
-    def _module(self, name: str) -> nn.Module:
-        if name != SHORT_ROTARY:
-            return self.original
-        assert self.short is not None
-        return self.short
 
     def _frequency_order(self, x: Tensor, name: str, width: int, count: int) -> Tensor:
         """The index of the frequency at each place of the width, read from the module's own sine of position 1."""

@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +260,8 @@ def test_threads_pack_a_matrix_as_one_does(weights: str) -> None:
 def test_layers_of_other_sizes_have_registers_of_their_own() -> None:
     model = tiny_model("llama")
     small = LayerGeometry(query_heads=4, kv_heads=2, head_dim=16)
-    steps = step_list(model.config, [small, replace(small, kv_heads=1, head_dim=32), small], _names(model, 3))
+    large = LayerGeometry(query_heads=4, kv_heads=1, head_dim=32)
+    steps = step_list(model.config, [small, large, small], _names(model, 3))
 
     attends = [one for one in steps.operations if isinstance(one, Attend)]
     widths = [(steps.widths[one.input], steps.widths[one.output]) for one in attends]
