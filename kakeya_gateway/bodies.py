@@ -11,7 +11,7 @@ from kakeya import Constraint, JsonSchema
 
 Json = dict[str, Any]
 
-_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed"}
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "min_tokens"}
 _SAMPLING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 
@@ -118,6 +118,7 @@ class Sampled(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
+    min_tokens: int | None = None
 
     def options(self, form: Format | None, path: str, **others: Any) -> Json:
         """As `AsyncSession.generate` takes them. form: of the answer; it stands at `path`."""

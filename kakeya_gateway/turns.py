@@ -52,6 +52,7 @@ class Turn:
         self._reached = [0]  # characters that were read after each number of tokens
         self._reader = TextReader(owner.texts.decode) if tools is None else tools.parser()
         self._stops = Stops(ask.stops)
+        self._least = ask.options.get("min_tokens", 0)
         self._ends = frozenset(owner.info.eos_token_ids) if tools is None else frozenset[int]()
         most = owner.info.max_generate_tokens
         if (limit := conversation.session.limit_tokens) is not None:
@@ -130,7 +131,8 @@ class Turn:
             match part:
                 case TextPart():
                     reached += len(part.text)
-                    text += self._stops.push(part.text)
+                    # What has to come in any case is not looked at for stop strings.
+                    text += part.text if self.output_tokens < self._least else self._stops.push(part.text)
                 case ToolCallPart():
                     yield part
                 case ToolCall():

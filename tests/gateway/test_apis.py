@@ -76,6 +76,8 @@ def test_an_answer_that_ends_by_itself_says_so_and_its_end_is_not_shown(http: ht
     reply = http.post(CHAT, json=body).json()
     assert reply["choices"][0]["message"]["content"] == ""
     assert (reply["choices"][0]["finish_reason"], reply["usage"]["completion_tokens"]) == ("stop", 1)
+    reply = http.post(CHAT, json=body | {"min_tokens": 3})
+    assert reply.json()["usage"]["completion_tokens"] == 4
 
 
 def test_a_stop_string_cuts_the_answer_and_what_the_next_turn_reads(http: httpx2.Client, runtime: Client) -> None:
