@@ -8,6 +8,7 @@ import { Client, DeadlineExceeded, SessionNotFound, TransportError } from "../..
 
 const MOST_TOKENS = 250; // of one session
 const FORKING = 30; // of a hundred turns
+const REWINDING = 10;
 const RESTING = 5;
 
 const target = process.argv[2];
@@ -37,7 +38,7 @@ async function talk(client, agent, below) {
   const sessions = [created];
   while (sessions.length > 0) {
     const at = below(sessions.length);
-    const session = sessions[at];
+    let session = sessions[at];
     if (session.historyLength >= MOST_TOKENS || isOver) {
       sessions.splice(at, 1);
       await end(client, agent, session);
@@ -49,6 +50,12 @@ async function talk(client, agent, below) {
       sessions.push(fork);
     }
     if (below(100) < RESTING) await rest(client, agent, session);
+    if (session.historyLength > 0 && below(100) < REWINDING) {
+      const position = below(session.historyLength + 1);
+      const rewound = await session.rewind(position);
+      tell(agent, { session: session.id, rewound: rewound.id, position, length: rewound.historyLength });
+      sessions[at] = session = rewound;
+    }
     await turn(agent, session, below);
   }
 }

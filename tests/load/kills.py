@@ -298,6 +298,10 @@ class NodeAgents:
         if "forked" in line:
             self._histories[line["forked"]] = list(self._histories[session])
             self.counts["fork"] += 1
+        if "rewound" in line:
+            self._histories[line["rewound"]] = self._histories.pop(session)[: line["position"]]
+            self.counts["rewind"] += 1
+            session = line["rewound"]
         history = self._histories[session]
         if "received" in line:
             first, received = len(history), line["received"]
