@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,16 +20,21 @@ from transformers import (
 )
 
 from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.backends.twin import admit_config, model_class
-from inference_engine.config import EngineConfig
+from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, InvalidArgument, ModelError
+from inference_engine.kernels.ops import REFERENCE
+from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
+from inference_engine.models import LoadedModel
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
+from inference_engine.models.seam import ATTENTION
 from inference_engine.types import Mode
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.admissions import admitted_once
@@ -246,6 +254,33 @@ def test_no_list_of_operations_is_made_of_such_layers() -> None:
     plain = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
     with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32 inside them"):
         step_list(plain, [layer], ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
+
+
+def test_on_a_device_whose_kernels_take_even_entries_alone_sessions_are_attended_to_by_themselves(
+    served: Served,
+) -> None:
+    """As on a GPU: its operation over all sessions refuses values of another size than keys."""
+    own, _ = served["deepseek_v3"]
+    taken = copy.deepcopy(own)
+    taken.set_attn_implementation(ATTENTION)
+    loaded = LoadedModel(
+        model=taken,
+        model_id="deepseek",
+        folder=Path(),
+        trained_positions=TRAINED_POSITIONS,
+        vocab_size=VOCABULARY,
+        dtype="float32",
+        device="cpu",
+        weights_sha256=None,
+    )
+    ops = replace(REFERENCE, attends_together=True, attend_ragged=replace(attend_ragged, is_even=True))
+    settings = ModelConfig(linear="plain")
+    forward = serve_loaded(loaded, settings, admitted_once(own.config, type(own)), ops=ops)
+    assert forward.listed is None
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, HISTORIES[0])
+        assert ids_of(engine, session) == continued(own, HISTORIES[0])
 
 
 def test_batch_invariance_is_refused_where_experts_run_on_torchs_modules(served: Served) -> None:
