@@ -18,7 +18,7 @@ pytestmark = pytest.mark.further
 # By the package: whose template of tools.json is used where the package has none that writes calls.
 PACKAGES: dict[str, str | None] = {"qwen3": None, "deepseek_v3": None, "llama3_1": "llama", "gemma3": "code block"}
 TEXT = 'naïve café 東京 🙂 "quoted" \\ {a: [b]}\n\t<tool> [TOOL] |>'
-CALLS = [
+CALLS: list[tuple[str, dict[str, Any]]] = [
     ("note", {"text": TEXT, "tags": ["x", TEXT], "place": {"town": "Brno", "zip": 602}}),
     ("add", {"a": -12, "b": 3.25}),
 ]

@@ -98,7 +98,8 @@ const USER = "The quick brown fox";
 const MARKERS = ["Kqzwxjvbm", "Vhgtfyprd"] as const;
 const DISTINCT = 24; // characters: no template says so much that a message says, too
 // By these names templates expect documents or tools, which a plain conversation has not.
-const SPECIAL_PURPOSES = ["rag", "tool_use"];
+const FOR_TOOLS = "tool_use";
+const SPECIAL_PURPOSES = ["rag", FOR_TOOLS];
 
 /**
  * The tokenizer in a local folder, which may begin with `~/`. Never asks a network and runs no code from the folder.
@@ -120,8 +121,10 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
     const held = await readFile(join(folder, "tokenizer.json"), "utf8");
     const specification = (): Record<string, unknown> => JSON.parse(held) as Record<string, unknown>;
     const tokenizer = new Tokenizer(specification(), config);
-    const source = await templateOf(folder, config);
+    const templates = await templatesIn(folder, config);
+    const [source, forTools] = [plainTemplate(folder, templates), templates.get(FOR_TOOLS)];
     const template = source === undefined ? undefined : new Template(source);
+    const toolTemplate = forTools === undefined ? template : new Template(forTools);
     const asText = new Template('{{ "" + parts }}');
     const special = specialTokens(config);
     const added = tokenizer.get_added_tokens_decoder();
@@ -130,8 +133,10 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
     return {
       eosTokenIds: [...new Set(ends.filter((id) => id !== undefined))],
       render: (messages, options) => {
-        if (template === undefined) throw new TemplateError(`the tokenizer in ${folder} has no chat template`);
-        const text = template.render({ ...special, ...options, messages });
+        const { tools } = options;
+        const chosen = Array.isArray(tools) && tools.length > 0 ? toolTemplate : template;
+        if (chosen === undefined) throw new TemplateError(`the tokenizer in ${folder} has no chat template`);
+        const text = chosen.render({ ...special, ...options, messages });
         refuseWrittenParts(messages, text, (parts) => asText.render({ parts }));
         return text;
       },
@@ -144,7 +149,7 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
       },
       addedTokens: [...added].map(([id, token]) => ({ id, text: token.content, isSpecial: token.special })),
       unknownTokenId: tokenizer.token_to_id(special["unk_token"] ?? ""),
-      chatTemplate: source,
+      chatTemplate: templates.size === 0 ? undefined : [...templates.values()].join(""),
       encodeRenamed: (names) => {
         const copy = new Tokenizer(renamed(specification(), names), config);
         return (text) => copy.encode(text, { add_special_tokens: false }).ids;
@@ -499,10 +504,8 @@ async function jsonOf(path: string): Promise<Record<string, unknown>> {
   return JSON.parse(await readFile(path, "utf8")) as Record<string, unknown>;
 }
 
-/** The chat template: a file beside the tokenizer, or a part of its settings. */
 /** The template for a plain conversation: the default, the only one, or the only one that is for no special purpose. */
-async function templateOf(folder: string, config: Record<string, unknown>): Promise<string | undefined> {
-  const templates = await templatesIn(folder, config);
+function plainTemplate(folder: string, templates: ReadonlyMap<string, string>): string | undefined {
   const plain = [...templates.keys()].filter((name) => !SPECIAL_PURPOSES.includes(name));
   for (const names of [templates.has("default") ? ["default"] : [], [...templates.keys()], plain]) {
     if (names.length === 1) return templates.get(names[0] ?? "");

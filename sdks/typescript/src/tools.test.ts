@@ -1,6 +1,6 @@
 /** Tool calls: each family of tests/conformance/tools.json is found, held, read and answered as by the Python SDK. */
 import { execFileSync } from "node:child_process";
-import { mkdtempSync, readFileSync, rmSync } from "node:fs";
+import { cpSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 
@@ -15,6 +15,7 @@ import { Tools, toolFrom, type ToolCall, type ToolDefinition } from "./tools.js"
 type Call = Pick<ToolCall, "arguments" | "name"> & { readonly id?: string };
 
 interface Family {
+  readonly template: string[];
   readonly format?: "code_block" | "hermes";
   readonly end: string;
   readonly spoof?: string;
@@ -167,6 +168,24 @@ test("a template without calls is refused with the formats there are", async () 
   const tools = new Tools([ADD], plain, { format: "hermes" });
   const said = plain.decode(tools.tokensForChat([{ role: "user", content: "a" }]));
   expect(said).toContain("<|im_start|>system\nYou can call these functions:");
+});
+
+test("where a folder has a template for tools, that one is asked", async () => {
+  const both = join(folder, "both");
+  cpSync(join(folder, "hermes"), both, { recursive: true });
+  const template = readFileSync(join(both, "chat_template.jinja"), "utf8");
+  rmSync(join(both, "chat_template.jinja"));
+  const path = join(both, "tokenizer_config.json");
+  const plain = FILE.families["text markers"]?.template.join("\n");
+  const chat_template = [
+    { name: "default", template: plain },
+    { name: "tool_use", template },
+  ];
+  writeFileSync(path, JSON.stringify({ ...(JSON.parse(readFileSync(path, "utf8")) as object), chat_template }));
+  const tools = new Tools(FILE.tools, await loadTokenizer(both));
+  const python = rendered["hermes"];
+  expect(tools.constraint("auto").grammar).toBe(python?.constraints["auto"]);
+  expect(tools.tokensForChat(python?.chat.messages ?? [])).toEqual(python?.chat.ids);
 });
 
 test("a choice is one of the tools, and every call has a result", async () => {
