@@ -89,6 +89,8 @@ class SessionKV:
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
         self.states: RecurrentStates | None = None  # one of the parts, if layers of the model have recurrent states
+        # The most staged positions that a commit may reject beside others that it keeps.
+        self.most_rejected = MOST_REJECTED if context.geometry.states else sys.maxsize
         self._resident: tuple[LayerEntries, ...] = ()  # the parts whose entries are not archived
         self._archived: tuple[ArchivedEntries, ...] = ()  # the part that archives and restores old entries, if any
         self._replayed: int | None = None  # while entries are recomputed: up to which position
@@ -623,7 +625,8 @@ class SessionKV:
             self.staged, self.staged_generated = 1, generated
             return
         self._end_quiet()
-        self.end_lending()
+        if self.states is not None:
+            self.end_lending()
         assert self._is_active, "a session has to wake before it stages"
         room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
@@ -693,11 +696,6 @@ class SessionKV:
     def keepable(self, count: int) -> int:
         """How many of the staged positions a commit can keep if it rejects the last ones: `count`, or none of them."""
         return count if self.states is None else self.states.keepable(count)
-
-    @property
-    def most_rejected(self) -> int:
-        """The most staged positions that a commit may reject beside others that it keeps."""
-        return sys.maxsize if self.states is None else MOST_REJECTED
 
     def discard_staged(self) -> None:
         """Take back what is staged, if anything is: no trace of it is left."""

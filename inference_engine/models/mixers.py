@@ -32,12 +32,10 @@ WITHOUT_EFFECT = {"position_ids", "use_cache", "output_attentions", "output_hidd
 _CACHE_NAMES = ("cache_params", "past_key_values")
 
 
-def refuse_keywords(module: nn.Module, given: Mapping[str, Any], to: str) -> None:
-    """Raise ModelError for a keyword that is set and would change something."""
-    for name, value in given.items():
-        if value is not None and value is not False and name not in WITHOUT_EFFECT:
-            says = f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name  # arrays say nothing
-            raise ModelError(f"{type(module).__name__} passes {says} to {to}, which cannot be honoured")
+def unhonoured(module: nn.Module, name: str, given: Any, to: str) -> ModelError:
+    """The error for a keyword that is set and would change something."""
+    says = f"{name}={given!r}" if isinstance(given, bool | int | float | str) else name  # arrays say nothing
+    return ModelError(f"{type(module).__name__} passes {says} to {to}, which cannot be honoured")
 
 
 class StateCache:
@@ -117,7 +115,9 @@ class SessionMixer(nn.Module):
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """hidden_states [1, N, H]: of all tokens of the step; returns as many."""
-        refuse_keywords(self.original, given, "a layer with a state")
+        for name, value in given.items():
+            if value is not None and value is not False and name not in WITHOUT_EFFECT:
+                raise unhonoured(self.original, name, value, "a layer with a state")
         assert self._now.plan is not None, "a forward runs within Seam.attending"
         out: Tensor = self._now.plan.mix(self.number, self._mix, hidden_states)
         return out

@@ -51,7 +51,7 @@ from inference_engine.models.latent_attention import (
     entry_form,
     is_latent,
 )
-from inference_engine.models.mixers import WITHOUT_EFFECT, SessionMixer, is_mixer, refuse_keywords, take_mixers
+from inference_engine.models.mixers import WITHOUT_EFFECT, SessionMixer, is_mixer, take_mixers, unhonoured
 
 ATTENTION = "kakeya"
 
@@ -141,7 +141,7 @@ def _attend(
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
     for name, given in others.items():  # without a call: it is looked at in every layer of every step
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
-            refuse_keywords(module, others, "attention")
+            raise unhonoured(module, name, given, "attention")
     place = cast("_Place", module._kakeya_place)
     layer, geometry, plan = place.number, place.geometry, place.now.plan
     assert plan is not None, "a forward runs within Seam.attending"
@@ -220,9 +220,9 @@ class TokenRotary(nn.Module):
 
     def _of_table(self, x: Tensor, position_ids: Tensor, name: str) -> tuple[Tensor, Tensor]:
         cos, sin = self._own(x, position_ids, name)
-        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # where text and pictures have their own
         if not self._now.is_beyond_trained:
             return cos, sin
+        position_ids = position_ids.view(-1, *position_ids.shape[-2:])[0]  # where text and pictures have their own
         frequencies, factor = self.frequencies(name)
         order = self._frequency_order(x, name, cos.shape[-1], len(frequencies))
         angle = position_ids[..., None].double() * frequencies.double()[order]
