@@ -91,6 +91,20 @@ BUGS = (
         ("tests/kv/test_cleaning.py",),
     ),
     Bug(
+        "a prefix of another owner is found",
+        "inference_engine/session/prefixes.py",
+        'return "\\0".join((session.owner, str(kv.strategy), *rotaries)).encode()',
+        'return "\\0".join((str(kv.strategy), *rotaries)).encode()',
+        ("tests/engine/test_kept_prefixes.py",),
+    ),
+    Bug(
+        "what closed sessions leave is not given back for open ones",
+        "inference_engine/kv/memory/pool.py",
+        "            if not self.spare.give_back():\n",
+        "            if True:\n",
+        ("tests/engine/test_kept_prefixes.py",),
+    ),
+    Bug(
         "an allocation is freed twice",
         "inference_engine/kv/session_kv.py",
         "        parts, self.parts = self.parts, ()\n",
