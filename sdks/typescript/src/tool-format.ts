@@ -112,7 +112,9 @@ export function findFormat(render: Render): TemplateFormat | undefined {
   for (const content of ["", null]) {
     for (const takesText of [false, true]) {
       const message = (calls: readonly Given[]): Message => calling(calls, content, takesText);
-      const format = new Probe((calls) => render([USER, message(calls)]), head, end).format();
+      const rendered = (calls: readonly Given[], areAnswered: boolean): string =>
+        render([USER, message(calls), ...(areAnswered ? calls.map(answering) : [])]);
+      const format = new Probe(rendered, head, end).format();
       if (format !== undefined) return { format, message };
     }
   }
@@ -125,7 +127,8 @@ class NotThere extends Error {}
 /** One way of giving a template calls, and what it writes for them. */
 class Probe {
   constructor(
-    private readonly render: (calls: readonly Given[]) => string,
+    /** The template's text for calls, and for these with results. */
+    private readonly render: (calls: readonly Given[], areAnswered: boolean) => string,
     /** Before the assistant's words, and behind them. */
     private readonly head: string,
     private readonly end: string,
@@ -178,18 +181,26 @@ class Probe {
   /** What is written of calls with these arguments, without what is around any words of the assistant. */
   private written(values: readonly Arguments[]): string | undefined {
     const calls = values.map((of, at): Given => [IDS[at] ?? "", NAMES[at] ?? "", of]);
-    let text;
+    let found;
     try {
-      text = this.render(calls);
+      const text = this.render(calls, false);
+      if (calls.some(([, name]) => text.split(name).length !== 2)) return undefined;
+      found = text.endsWith(this.end) ? text.slice(0, text.length - this.end.length) : this.withoutCue(text, calls);
     } catch (error) {
       if (error instanceof TemplateError) return undefined;
       throw error;
     }
-    if (calls.some(([, name]) => text.split(name).length !== 2) || !text.endsWith(this.end)) return undefined;
-    let found = text.slice(common(text, this.head), text.length - this.end.length);
+    if (found === undefined) return undefined;
+    found = found.slice(common(found, this.head));
     for (const id of IDS) found = found.replaceAll(id, ID);
     const places = calls.map(([, name]) => found.indexOf(name));
     return places.every((at, index) => at >= 0 && at >= (places[index - 1] ?? 0)) ? found : undefined;
+  }
+
+  /** The text without its last marker, where a template has the first one of the result in place of a turn's end. */
+  private withoutCue(text: string, calls: readonly Given[]): string | undefined {
+    const cue = /<[^<>\s]+>\s*$/.exec(text);
+    return cue !== null && this.render(calls, true).startsWith(text) ? text.slice(0, cue.index) : undefined;
   }
 }
 
@@ -214,6 +225,10 @@ function objectIn(
   if (found === null || found[1] !== found[3]) return undefined;
   const behind = text.slice(found.index + found[0].length);
   return { before: text.slice(0, found.index), key: found[1] ?? "", item: found[2] ?? "", behind };
+}
+
+function answering([id, name]: Given): Message {
+  return { role: "tool", name, tool_call_id: id, content: WORD };
 }
 
 function calling(calls: readonly Given[], content: string | null, takesText: boolean): Message {

@@ -198,18 +198,32 @@ class _Probe:
     def _written(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
         """What is written of calls with these arguments, without what is around any words of the assistant."""
         calls = [(_IDS[at], _NAMES[at], of) for at, of in enumerate(arguments)]
+        asked = [_USER, _calling(calls, self._content, self._takes_text)]
         try:
-            text = self._render([_USER, _calling(calls, self._content, self._takes_text)])
+            text = self._render(asked)
+            if any(text.count(name) != 1 for _, name, _ in calls):
+                return None
+            if text.endswith(self._end):
+                text = text[: len(text) - len(self._end)]
+            elif (cut := self._without_cue(text, [*asked, *map(_answering, calls)])) is not None:
+                text = cut
+            else:
+                return None
         except TemplateError:
             return None
-        if any(text.count(name) != 1 for _, name, _ in calls):
-            return None
-        if not text.endswith(self._end):
-            return None
-        text = text[common(text, self._head) : len(text) - len(self._end)]
+        text = text[common(text, self._head) :]
         for one in _IDS:
             text = text.replace(one, ID)
         return text if _in_order(text, [name for _, name, _ in calls]) else None
+
+    def _without_cue(self, text: str, answered: Sequence[Message]) -> str | None:
+        """The text without its last marker, where that is the first one of a result in place of a turn's end."""
+        cue = re.search(r"<[^<>\s]+>\s*$", text)
+        return text[: cue.start()] if cue and self._render(answered).startswith(text) else None
+
+
+def _answering(call: tuple[str, str, Mapping[str, Any]]) -> Message:
+    return {"role": "tool", "name": call[1], "tool_call_id": call[0], "content": _WORD}
 
 
 def _calling(
