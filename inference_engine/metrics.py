@@ -274,6 +274,9 @@ class EngineMetrics:
         self.generates = self._counter("generate_total", "Generates that ended, by outcome.", outcome=GENERATE_OUTCOMES)
         self.generated_tokens = self._counter("generate_tokens_total", "Tokens generated and committed.")
         self.prefilled_tokens = self._counter("generate_prefilled_tokens_total", "Tokens of history forwarded.")
+        self.cached_tokens = self._counter(
+            "generate_cached_tokens_total", "Tokens of history whose K/V was there when a Generate began."
+        )
         self.prefill_tokens = self._histogram("generate_prefill_tokens", "Tokens one Generate had to prefill.", _TOKENS)
         self.prefill_seconds = self._histogram(
             "generate_prefill_duration_seconds",

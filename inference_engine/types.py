@@ -335,6 +335,26 @@ Event = Accepted | Progress | Truncated | TokenCommitted | Finished | Failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenUsage:
+    """What Generates took, once they had ended. cached_tokens: of histories whose K/V was there when they began."""
+
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(
+            prefilled_tokens=self.prefilled_tokens + other.prefilled_tokens,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+            generated_tokens=self.generated_tokens + other.generated_tokens,
+            drafted_tokens=self.drafted_tokens + other.drafted_tokens,
+            accepted_tokens=self.accepted_tokens + other.accepted_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """The most bytes of K/V that a session holds: between Generates, and at any time.
 

@@ -62,7 +62,15 @@ from inference_engine.session.replies import identify
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
 from inference_engine.tracing import Tracing
-from inference_engine.types import MAX_STOP_TOKEN_IDS, Bound, Durability, GenerateParams, Mark, ReadTokenBytes
+from inference_engine.types import (
+    MAX_STOP_TOKEN_IDS,
+    Bound,
+    Durability,
+    GenerateParams,
+    Mark,
+    ReadTokenBytes,
+    TokenUsage,
+)
 
 _FAILED_STEPS = 3  # consecutive: then the device, not a request, is at fault
 
@@ -625,6 +633,11 @@ class Engine:
         Raises QuotaExceeded if those of the owner's other appends leave no room for them.
         """
         return self._store.carrying(owner, tokens)
+
+    def usage_of(self, owner: str) -> TokenUsage:
+        """What the owner's Generates took that have ended, of sessions that closed, too. One that was cut by the end of
+        the process counts from where it goes on."""
+        return self._journal.used_by(owner)
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""

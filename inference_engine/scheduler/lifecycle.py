@@ -85,6 +85,8 @@ class Endings:
         finally:
             self._leave(request)
             request.outcome = event
+            self._store.use(request.session, request.usage)
+            self._metrics.cached_tokens.inc(request.cached_tokens)
             # The session is free before the end is reported: the client's next call must not find it busy.
             self._store.free(request.session)
             self._metrics.generates.labels(outcome=_outcome(event)).inc()

@@ -20,7 +20,7 @@ from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord
 from inference_engine.session.session import Session
 from inference_engine.tracing import OFF, GenerateTrace
-from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TopLogprobs
+from inference_engine.types import Event, Failed, Finished, GenerateParams, StopReason, TokenUsage, TopLogprobs
 
 Listener = Callable[[Event], None]
 # Of a request, the fields of TokenCommitted.
@@ -219,6 +219,17 @@ class Request:
         if reason is StopReason.CONSTRAINT or (reason is StopReason.EOS and self.stopped_by is None):
             return True
         return self.matching is not None and self.matching.fits_constraint
+
+    @property
+    def usage(self) -> TokenUsage:
+        """What this request took, without those that it continues."""
+        return TokenUsage(
+            prefilled_tokens=self.prefilled_tokens,
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.generated,
+            drafted_tokens=self.drafted_tokens,
+            accepted_tokens=self.accepted_tokens,
+        )
 
     def done(self, now: float) -> Done:
         """What the Generate has done until `now`, by this request and those it continues."""

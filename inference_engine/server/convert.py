@@ -45,6 +45,7 @@ from inference_engine.types import (
     StopReason,
     TokenCommitted,
     TokenSet,
+    TokenUsage,
     Truncated,
 )
 from kakeya.v1 import runtime_pb2 as pb
@@ -449,7 +450,14 @@ def history_to_wire(piece: HistoryPiece) -> pb.ReadHistoryResponse:
 
 
 def server_info_to_wire(
-    info: EngineInfo, own: Bound, *, prefix_bytes: int, history_tokens: int, version: str, max_message_bytes: int
+    info: EngineInfo,
+    own: Bound,
+    *,
+    prefix_bytes: int,
+    history_tokens: int,
+    usage: TokenUsage,
+    version: str,
+    max_message_bytes: int,
 ) -> pb.GetServerInfoResponse:
     """own: bytes reserved by the caller's sessions; prefix_bytes: kept of those that closed. history_tokens: tokens in
     their histories.
@@ -479,6 +487,13 @@ def server_info_to_wire(
         shares_prefixes=info.config.share_prefixes == "owner",
         prefix_capacity_bytes=info.prefix_capacity_bytes,
         prefix_bytes=prefix_bytes,
+        usage=pb.Usage(
+            prefilled_token_count=usage.prefilled_tokens,
+            cached_token_count=usage.cached_tokens,
+            generated_token_count=usage.generated_tokens,
+            drafted_token_count=usage.drafted_tokens,
+            accepted_token_count=usage.accepted_tokens,
+        ),
         recurrent_state_bytes=info.recurrent_state_bytes,
         backend=info.facts.backend,
         numerics=info.facts.numerics,

@@ -227,6 +227,7 @@ class RuntimeService:
             self._engine.reserved_by(caller()),
             prefix_bytes=self._engine.prefix_bytes_of(caller()),
             history_tokens=self._engine.history_tokens_of(caller()),
+            usage=self._engine.usage_of(caller()),
             version=__version__,
             max_message_bytes=self._max_message_bytes,
         )

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.session.history import History, Holdings, Leaves, TokenIds
-from inference_engine.types import Durability, Mark
+from inference_engine.types import Durability, Mark, TokenUsage
 
 # [tokens]; or [tokens, 1 + 2 k], where a Generate's tokens have the k likeliest ones beside them: the token's own, and
 # ids and log-probabilities of the others by turns.
@@ -295,6 +295,12 @@ class Journal(Protocol):
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
         """The first `most` of the owner's sessions in the order of their ids, after `after`, as far as it is safe."""
 
+    def use(self, owner: str, usage: TokenUsage) -> None:
+        """A Generate of the owner ended, and took this. Kept with what is committed next; nothing waits for it."""
+
+    def used_by(self, owner: str) -> TokenUsage:
+        """What all Generates of the owner took that have ended, since the journal was made. Any thread."""
+
     def kept_by(self, owner: str) -> Kept:
         """What the owner's sessions take that outlive the process, in memory or not. Any thread."""
 
@@ -321,6 +327,7 @@ class MemoryJournal:
         self._lock = threading.Lock()
         self._holdings, self._leaves = Holdings(), Leaves()
         self._sessions: dict[str, tuple[SessionRecord, History]] = {}
+        self._used: dict[str, TokenUsage] = {}
 
     def unit(self, refuse: Callable[[], bool] | None = None) -> AbstractContextManager[object]:
         return nullcontext()
@@ -411,6 +418,13 @@ class MemoryJournal:
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
         return ()
+
+    def use(self, owner: str, usage: TokenUsage) -> None:
+        with self._lock:
+            self._used[owner] = self.used_by(owner) + usage
+
+    def used_by(self, owner: str) -> TokenUsage:
+        return self._used.get(owner, TokenUsage())
 
     def kept_by(self, owner: str) -> Kept:
         return Kept()

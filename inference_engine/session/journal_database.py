@@ -18,7 +18,7 @@ from inference_engine.types import Durability
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 PAGE_BYTES = 4096
 LOG_PAGES = 1000  # before a checkpoint
 LOG_BYTES = LOG_PAGES * PAGE_BYTES
@@ -47,6 +47,7 @@ create table copies (
     session integer primary key, file text unique not null, length integer not null, bytes integer not null,
     header_crc integer not null, crc integer not null);
 create table facts (name text primary key, value text) without rowid;
+create table usage (owner text primary key, body text, crc integer) without rowid;
 """
 
 

@@ -6,6 +6,7 @@ Every row is held against its checksum, and a history must be without a hole.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,8 +40,12 @@ from inference_engine.session.journal_rows import (
     unpacked_appends,
     unpacked_entry,
     unpacked_generates,
+    usage_crc,
 )
 from inference_engine.session.replies import DIGEST_BYTES
+from inference_engine.types import TokenUsage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -433,6 +438,18 @@ class Reader:
         """The names of the session's files, damaged ones too."""
         rows = self._db.execute("select cast(file as blob) from copies where session = ?", (number,))
         return [_text(file) for (file,) in rows]
+
+    def usage(self) -> dict[str, TokenUsage]:
+        """What the Generates of each owner took. A damaged row counts from nothing, and is logged."""
+        found: dict[str, TokenUsage] = {}
+        for owner, body, crc in list(self._db.execute("select owner, body, crc from usage")):
+            try:
+                if crc != usage_crc(owner, body):
+                    raise ValueError("its checksum is another")
+                found[owner] = TokenUsage(**json.loads(body))
+            except DAMAGE_OF_ROWS:
+                logger.exception("what an owner's Generates took is damaged in the journal, and counted anew")
+        return found
 
     def value(self, question: str) -> Any:
         return next(self._db.execute(question))[0]

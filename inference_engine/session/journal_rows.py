@@ -199,6 +199,10 @@ def copy_crc(number: int, record: CopyRecord) -> int:
     return crc_of(f"{number} {record.file} {record.length} {record.nbytes} {record.header_crc}".encode())
 
 
+def usage_crc(owner: str, body: str) -> int:
+    return crc_of(f"{owner} {body}".encode())
+
+
 def session_record(body: str) -> SessionRecord:
     fields = json.loads(body)
     return SessionRecord(**{**fields, "eos_token_ids": tuple(fields["eos_token_ids"])})

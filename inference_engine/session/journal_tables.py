@@ -35,8 +35,10 @@ from inference_engine.session.journal_rows import (
     session_crc,
     tokens_crc,
     unpacked_appends,
+    usage_crc,
 )
 from inference_engine.session.replies import KEEP_SECONDS
+from inference_engine.types import TokenUsage
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +211,10 @@ class Tables:
                 end = start + rows * _COLUMNS
                 self._db.execute(insert, values[start:end])
                 start = end
+
+    def put_usage(self, owner: str, usage: TokenUsage) -> None:
+        body = json.dumps(asdict(usage))
+        self._db.execute("insert or replace into usage values (?, ?, ?)", (owner, body, usage_crc(owner, body)))
 
     def put_reply(self, number: int | None, record: ReplyRecord) -> None:
         """Followed by `put_rows`, in the same transaction. number: None: of a session that has ended."""

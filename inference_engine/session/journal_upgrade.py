@@ -5,6 +5,7 @@ format 2    no `ends`: each turn in rows of its own, which are read as they are;
 format 3    a column for each value of the tail; Generates and the answers to appends in rows of their own, which
             nothing accounted for
 format 4    one log-probability of a token at most; read as it is
+format 5    no `usage`
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ create table tail (entry integer primary key, session integer, position integer,
 create table appends (session integer primary key, replies blob);
 create table begun (session integer primary key, generates blob);
 """
+_USAGE = "create table usage (owner text primary key, body text, crc integer) without rowid"
 _OLD = "drop table old_tail; drop table old_appends; drop table generates;"
 
 
@@ -59,6 +61,7 @@ def upgrade(db: apsw.Connection, version: int) -> None:
     """
     if version < 4:
         _account_for_answers(db, version)
+    db.execute(_USAGE)
 
 
 def _account_for_answers(db: apsw.Connection, version: int) -> None:

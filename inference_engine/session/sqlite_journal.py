@@ -8,6 +8,7 @@
     begun       how its last Generates began, likewise
     sessions    how each began, how many of its tokens are folded, and a checksum of its rows of the last two
     replies     the answers to all other calls
+    usage       what each owner's Generates took, one row an owner
     copies      the files with copies of sessions' K/V, which are in a folder of their own (`hibernation.py`)
 
 One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
@@ -66,7 +67,7 @@ from inference_engine.session.journal_reader import Past, Reader, ReplyKey
 from inference_engine.session.journal_rows import damage_is_refused
 from inference_engine.session.journal_tables import Tables
 from inference_engine.session.writer import Callback, Change, DiskFull, Unit, Writer
-from inference_engine.types import Durability, Mark
+from inference_engine.types import Durability, Mark, TokenUsage
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ class SQLiteJournal:
                 refuse_damaged_replies(self._reader, folder)
             kept = self._reader.kept(self._tables.tail.all_committed())
             self._kept = {owner: _Count(one.sessions, one.tokens) for owner, one in kept.items()}
+            self._used = self._reader.usage()
             self._next_number = 1 + self._reader.last_number()
             metrics.sessions_kept.set(self._reader.value("select count(*) from sessions"))
         except BaseException as error:
@@ -315,6 +317,14 @@ class SQLiteJournal:
     def drop_copy(self, file: str) -> None:
         """Remove a file."""
         self._record((self._tables.drop_copy, (file,)))
+
+    def use(self, owner: str, usage: TokenUsage) -> None:
+        with self._kept_lock:
+            self._used[owner] = total = self.used_by(owner) + usage
+        self._record((self._tables.put_usage, (owner, total)))
+
+    def used_by(self, owner: str) -> TokenUsage:
+        return self._used.get(owner, TokenUsage())
 
     def kept_by(self, owner: str) -> Kept:
         count = self._kept.get(owner, _NONE_KEPT)

@@ -42,7 +42,7 @@ from inference_engine.session.kept_prefixes import KeptPrefix, KeptPrefixes
 from inference_engine.session.prefixes import Lender, Prefixes
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Holder, Session, Violations
-from inference_engine.types import Bound, Mode
+from inference_engine.types import Bound, Mode, TokenUsage
 
 T = TypeVar("T")
 
@@ -463,6 +463,11 @@ class SessionStore:
             session.operation = operation
             session.uses += 1
             self._touch(session)
+
+    def use(self, session: Session, usage: TokenUsage) -> None:
+        """A Generate of the session ended, and took this."""
+        with self._lock:
+            self._journal.use(session.owner, usage)
 
     def free(self, session: Session) -> None:
         """The operation ended. Calls those waiting for the session, and finishes a close that came meanwhile."""

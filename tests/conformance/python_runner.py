@@ -25,7 +25,7 @@ RETRY = kakeya.RetryPolicy(patience_seconds=PATIENCE_SECONDS)
 # Not facts of the session but of the clock.
 TIMES = {"idle_seconds", "prefill_seconds", "total_seconds"}
 # What depends on other clients of the server.
-SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "history_tokens", "version"}
+SHARED = {"kv_reserved_bytes", "tier_reserved_bytes", "history_tokens", "usage", "version"}
 SESSION_FACTS = (
     "strategy",
     "sustained_bytes",

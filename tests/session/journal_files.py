@@ -39,6 +39,7 @@ def killed_after(folder: Path, durability: Durability, steps: int = 20) -> tuple
 
 
 _FORMAT_3 = """
+drop table usage;
 alter table tail rename to new_tail;
 alter table appends rename to new_appends;
 create table tail (

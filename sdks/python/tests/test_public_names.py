@@ -22,7 +22,7 @@ NoCapacity NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaEx
 RestorationFailed Restored RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed
 SessionEvicted SessionInfo SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy
 StreamTakenOver TLS TLSFailed TemplateError TextResult TextStream Thought Tiered TokenDetail TokenOutOfRange
-TokenizerError ToolCallError ToolFormatUnknown TopLogprob TransportError Unauthenticated
+TokenizerError ToolCallError ToolFormatUnknown TopLogprob TransportError Unauthenticated Usage
 """
 
 

@@ -55,6 +55,7 @@ const LEFT_OUT = [
   "kvReservedBytes",
   "tierReservedBytes",
   "historyTokens",
+  "usage",
   "version",
 ];
 // What Python has as a property, beside its values.

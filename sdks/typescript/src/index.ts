@@ -110,4 +110,5 @@ export type {
   StopReason,
   TokenDetail,
   TopLogprob,
+  Usage,
 } from "./values.js";

@@ -19,7 +19,7 @@ TextStream TLSFailed TokenizerError TokenOutOfRange ToolCallError ToolFormatUnkn
 /** Plain values have types alone; the compiler knows them. */
 const TYPES = `
 Choice Constraint Durability Full Gather GenerateResult HistoryPiece JsonSchema Lark LayerWindow Mac Mode Named Progress Regex Restored RetryPolicy ServerInfo
-SessionInfo SessionSummary SinkWindow StopReason Strategy TLS TextResult Thought Tiered TokenDetail TopLogprob
+SessionInfo SessionSummary SinkWindow StopReason Strategy TLS TextResult Thought Tiered TokenDetail TopLogprob Usage
 `
   .trim()
   .split(/\s+/);

@@ -11,6 +11,7 @@ import {
   type GetSessionInfoResponse,
   type ReadHistoryResponse,
   type SessionSummary as WireSummary,
+  type Usage as WireUsage,
 } from "./generated/kakeya/v1/runtime_pb.js";
 import { strategyFromWire, type Strategy } from "./strategies.js";
 
@@ -189,6 +190,19 @@ export interface HistoryPiece {
   readonly historyLength: number;
 }
 
+/** What Generates took that have ended, of sessions that closed, too. */
+export interface Usage {
+  /** History that was computed. */
+  readonly prefilledTokens: number;
+  /** History whose K/V were there already. */
+  readonly cachedTokens: number;
+  readonly generatedTokens: number;
+  /** Draft tokens that were verified. */
+  readonly draftedTokens: number;
+  /** How many of them were accepted. */
+  readonly acceptedTokens: number;
+}
+
 /** Facts about the server: its model, its limits, what it can do. */
 export interface ServerInfo {
   readonly version: string;
@@ -240,6 +254,8 @@ export interface ServerInfo {
   readonly prefixCapacityBytes: number;
   /** Kept of your own. */
   readonly prefixBytes: number;
+  /** Of your own Generates; undefined: an older server. */
+  readonly usage: Usage | undefined;
   /** Of a session, whatever its strategy and its length; part of its sustained bytes. */
   readonly recurrentStateBytes: number;
 }
@@ -437,6 +453,17 @@ export function serverInfoOf(reply: GetServerInfoResponse): ServerInfo {
     sharesPrefixes: reply.sharesPrefixes,
     prefixCapacityBytes: exact(reply.prefixCapacityBytes, "prefix_capacity_bytes"),
     prefixBytes: exact(reply.prefixBytes, "prefix_bytes"),
+    usage: reply.usage === undefined ? undefined : usageOf(reply.usage),
     recurrentStateBytes: exact(reply.recurrentStateBytes, "recurrent_state_bytes"),
   };
+}
+
+function usageOf(usage: WireUsage): Usage {
+  return Object.freeze({
+    prefilledTokens: exact(usage.prefilledTokenCount, "prefilled_token_count"),
+    cachedTokens: exact(usage.cachedTokenCount, "cached_token_count"),
+    generatedTokens: exact(usage.generatedTokenCount, "generated_token_count"),
+    draftedTokens: exact(usage.draftedTokenCount, "drafted_token_count"),
+    acceptedTokens: exact(usage.acceptedTokenCount, "accepted_token_count"),
+  });
 }

@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         StopReason,
         TokenDetail,
         TopLogprob,
+        Usage,
     )
 
 __all__ = [
@@ -176,6 +177,7 @@ __all__ = [
     "TopLogprob",
     "TransportError",
     "Unauthenticated",
+    "Usage",
 ]
 
 _HOME = {
@@ -199,6 +201,7 @@ _HOME = {
         "StopReason",
         "TokenDetail",
         "TopLogprob",
+        "Usage",
     ),
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

@@ -175,6 +175,17 @@ class HistoryPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What Generates took that have ended, of sessions that closed, too."""
+
+    prefilled_tokens: int  # history that was computed
+    cached_tokens: int  # history whose K/V was cached
+    generated_tokens: int
+    drafted_tokens: int  # draft tokens that were verified
+    accepted_tokens: int  # how many of them were accepted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServerInfo:
     """Facts about the server: its model, its limits, what it can do."""
 
@@ -210,6 +221,7 @@ class ServerInfo:
     prefix_capacity_bytes: int = 0  # of closed sessions' K/V, kept for new ones while no session needs the memory
     prefix_bytes: int = 0  # kept of your own
     recurrent_state_bytes: int = 0  # of a session, whatever its strategy and its length; part of its sustained_bytes
+    usage: Usage | None = None  # of your own Generates; None: an older server
 
 
 def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
@@ -297,5 +309,16 @@ def server_info(reply: pb.GetServerInfoResponse) -> ServerInfo:
         shares_prefixes=reply.shares_prefixes,
         prefix_capacity_bytes=reply.prefix_capacity_bytes,
         prefix_bytes=reply.prefix_bytes,
+        usage=_usage(reply.usage) if reply.HasField("usage") else None,
         recurrent_state_bytes=reply.recurrent_state_bytes,
+    )
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(
+        prefilled_tokens=message.prefilled_token_count,
+        cached_tokens=message.cached_token_count,
+        generated_tokens=message.generated_token_count,
+        drafted_tokens=message.drafted_token_count,
+        accepted_tokens=message.accepted_token_count,
     )

@@ -1539,6 +1539,7 @@ class GetServerInfoResponse(_message.Message):
     PREFIX_CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_BYTES_FIELD_NUMBER: _builtins.int
     RECURRENT_STATE_BYTES_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     model_id: _builtins.str
     vocab_size: _builtins.int
@@ -1609,6 +1610,12 @@ class GetServerInfoResponse(_message.Message):
         has them.
         """
 
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """What the caller's own Generates took that have ended, of sessions that closed, too. Kept where sessions are. Absent: an
+        older server.
+        """
+
     def __init__(
         self,
         *,
@@ -1644,16 +1651,54 @@ class GetServerInfoResponse(_message.Message):
         prefix_capacity_bytes: _builtins.int = ...,
         prefix_bytes: _builtins.int = ...,
         recurrent_state_bytes: _builtins.int = ...,
+        usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "prefix_bytes", b"prefix_bytes", "prefix_capacity_bytes", b"prefix_capacity_bytes", "recurrent_state_bytes", b"recurrent_state_bytes", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "shares_prefixes", b"shares_prefixes", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens", "backend", b"backend", "default_limit_tokens", b"default_limit_tokens", "default_strategy", b"default_strategy", "device", b"device", "drafter", b"drafter", "dtype", b"dtype", "durability", b"durability", "eos_token_ids", b"eos_token_ids", "growth_guaranteed", b"growth_guaranteed", "history_token_count", b"history_token_count", "history_tokens_per_owner", b"history_tokens_per_owner", "history_tokens_per_session", b"history_tokens_per_session", "kv_capacity_bytes", b"kv_capacity_bytes", "kv_reserved_bytes", b"kv_reserved_bytes", "max_append_tokens", b"max_append_tokens", "max_message_bytes", b"max_message_bytes", "max_tokens_limit", b"max_tokens_limit", "mode", b"mode", "model_id", b"model_id", "numerics", b"numerics", "prefix_bytes", b"prefix_bytes", "prefix_capacity_bytes", b"prefix_capacity_bytes", "recurrent_state_bytes", b"recurrent_state_bytes", "segment_tokens", b"segment_tokens", "session_idle_ttl_seconds", b"session_idle_ttl_seconds", "shares_prefixes", b"shares_prefixes", "strategies", b"strategies", "tier_capacity_bytes", b"tier_capacity_bytes", "tier_reserved_bytes", b"tier_reserved_bytes", "trained_position_count", b"trained_position_count", "usage", b"usage", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__default_limit_tokens: _TypeAlias = _typing.Literal["default_limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__default_limit_tokens: _TypeAlias = _typing.Literal["_default_limit_tokens", b"_default_limit_tokens"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__default_limit_tokens) -> _WhichOneofReturnType__default_limit_tokens | None: ...
 
 Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
+
+@_typing.final
+class Usage(_message.Message):
+    """Totals over Generates. One that is stopped and resumed counts what each part took; one that was cut by the end of the
+    server's process counts from where it goes on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    prefilled_token_count: _builtins.int
+    """Tokens of history that were computed, and those whose K/V was there."""
+    cached_token_count: _builtins.int
+    generated_token_count: _builtins.int
+    drafted_token_count: _builtins.int
+    """Draft tokens that were verified, and how many of them were accepted."""
+    accepted_token_count: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefilled_token_count: _builtins.int = ...,
+        cached_token_count: _builtins.int = ...,
+        generated_token_count: _builtins.int = ...,
+        drafted_token_count: _builtins.int = ...,
+        accepted_token_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "cached_token_count", b"cached_token_count", "drafted_token_count", b"drafted_token_count", "generated_token_count", b"generated_token_count", "prefilled_token_count", b"prefilled_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Strategy(_message.Message):
