@@ -32,6 +32,7 @@ from inference_engine.types import (
 )
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.constraints import END, TOKENS
+from tests.further import further
 from tests.kept import after_a_kill, keeping
 from tests.laws.drafters import Knowing, Wrong
 from tests.laws.variants import drain, each_mechanism, each_mode, engine_for, text, tokens
@@ -138,6 +139,11 @@ CASES = [
     ),
 ]
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
+# What a Generate keeps of its tokens differs: counts, the end of its tokens, a place in a grammar.
+RESUMED = ("penalties", "a stop sequence", "a minimum and banned ids within a constraint")
+each_case_resumed = pytest.mark.parametrize(
+    "case", [case if case.name in RESUMED else further(case) for case in CASES], ids=str
+)
 
 
 def constrained(mode: Mode = Mode.BATCHED, **settings: Any) -> Engine:
@@ -194,7 +200,7 @@ def test_an_option_does_the_same_however_tokens_are_made(case: Case, mode: Mode)
             assert generated(engine, opened(engine), params)[0] == alone
 
 
-@each_case
+@each_case_resumed
 def test_an_option_holds_for_a_generate_that_was_stopped_or_killed_and_for_a_fork(tmp_path: Path, case: Case) -> None:
     with constrained() as engine:
         plain = plain_tokens(engine, case)
@@ -232,8 +238,10 @@ def test_an_option_holds_for_a_generate_that_was_stopped_or_killed_and_for_a_for
 def test_every_strategy_has_the_options(strategy: KVStrategy) -> None:
     """All of them at once, drafted and not, and in parts."""
     with constrained(drafter=NgramDrafter(min_ngram=1), draft_tokens=4) as engine:
-        plain = generated(engine, opened(engine, strategy), with_(sampling=PENALISED, drafting=False))[0]
-        params = with_(sampling=PENALISED, stop_sequences=(tuple(plain[12:14]),))
+        sampling = replace(PENALISED, banned_token_ids=TokenSet.of([3], [(90, 100)]))
+        options = with_(sampling=sampling, min_tokens=4, logprobs=True, top_logprobs=3)
+        plain = generated(engine, opened(engine, strategy), replace(options, drafting=False))[0]
+        params = replace(options, stop_sequences=(tuple(plain[2:4]), tuple(plain[12:14])))
         whole, end = generated(engine, opened(engine, strategy), replace(params, drafting=False))
         drafted, drafted_end = generated(engine, opened(engine, strategy), params)
         assert (drafted, said_of(drafted_end)) == (whole, said_of(end))
