@@ -22,6 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
 from tests.further import make_further
+from tests.laws import variants
 from tests.laws.variants import by_turns
 from tests.tiny_native import run_on
 
@@ -65,6 +66,9 @@ def executor(request: pytest.FixtureRequest) -> str:
 def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if executor == HYBRID:
         run_on(tiny.tiny_hybrid, monkeypatch)
+        # A token alone and in a chunk give states that differ by rounding, and of two numbers at the edge of a code
+        # one may be coded otherwise. A state that is wrong makes a difference near 1.
+        monkeypatch.setattr(variants, "ROUNDING", 1e-2)
     if executor == MLX:
         from tests.mlx.tiny import tiny_mlx
 

@@ -236,14 +236,21 @@ ROUNDING = 1e-3
 
 
 def same(
-    one: list[tuple[int, float | None]], other: list[tuple[int, float | None]], mode: Mode, *, within: float = ROUNDING
+    one: list[tuple[int, float | None]],
+    other: list[tuple[int, float | None]],
+    mode: Mode,
+    *,
+    within: float | None = None,
 ) -> bool:
-    """Equal to the bit in fixed-shape mode; equal ids and log-probabilities up to rounding in batched mode."""
+    """Equal to the bit in fixed-shape mode; equal ids and log-probabilities up to rounding in batched mode.
+
+    within: by how much those may differ; None: by ROUNDING.
+    """
     if mode is Mode.FIXED_SHAPE:
         return one == other
     ids = [token for token, _ in one] == [token for token, _ in other]
     ours, theirs = ([logprob or 0.0 for _, logprob in run] for run in (one, other))
-    return ids and bool(np.allclose(ours, theirs, atol=within))
+    return ids and bool(np.allclose(ours, theirs, atol=within or ROUNDING))
 
 
 EngineFactory = Callable[..., Engine]
