@@ -31,7 +31,17 @@ SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 PREFIX_RELEASES = ("room", "budget", "idle", "replaced")
 EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the others by the server
-GENERATE_OUTCOMES = ("max_tokens", "eos", "truncated", "cancelled", "deadline", "closed", "draining", "failed")
+GENERATE_OUTCOMES = (
+    "max_tokens",
+    "eos",
+    "constraint",
+    "truncated",
+    "cancelled",
+    "deadline",
+    "closed",
+    "draining",
+    "failed",
+)
 # Why a Generate was refused: it would wait too long, the queue or its owner's part of it is full, the server drains.
 REFUSALS = ("first_token", "queue", "owner_queue", "draining")
 # `refused`: there was no place for one more session; `corrupt`: its records are damaged; `mismatch`: other settings.

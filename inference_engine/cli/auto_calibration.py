@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from inference_engine.cli.lazy_commands import LABORATORY
 from inference_engine.cli.settings import as_flags
 from inference_engine.config import EngineConfig, ModelConfig, child_environment, require_cache
-from inference_engine.errors import BackendError, ModelError, NotNative
+from inference_engine.errors import BackendError, InvalidArgument, ModelError, NotNative
 
 if TYPE_CHECKING:
     from inference_engine.compose import Parts
@@ -137,10 +137,14 @@ def _missing(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: 
 def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
     """What the default strategy decides by, were it there: some of _STAGES."""
     from inference_engine.kv.strategies import parse_strategy
-    from inference_engine.kv.strategy import COMPONENTS, LATENT_AND_COMPONENTS
+    from inference_engine.kv.strategy import COMPONENTS, LATENT_AND_COMPONENTS, check_strategy
 
     geometry = parts.forward.geometry(page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
     strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=parts.forward.indexes_keys)
+    try:
+        check_strategy(strategy, geometry)
+    except InvalidArgument:
+        return set()  # the engine refuses it, and says why
     needed = {"components"} if strategy.calibrated in (COMPONENTS, LATENT_AND_COMPONENTS) else set()
     if strategy.restorer().is_calibrated:
         needed.add("latent")

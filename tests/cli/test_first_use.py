@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -15,7 +16,7 @@ from inference_engine.errors import BackendError
 from tests.further import further_test
 from tests.tiny_native import library
 
-LATENT, GATHER = "restored:source=latent", "gather:scorer=components"
+LATENT, GATHER = "restored:source=latent,window=64", "gather:scorer=components"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,17 @@ def test_what_is_made_is_what_the_strategy_decides_by(
     after = first_use.with_calibrations(composed, model, EngineConfig(strategy=strategy), calibrate)
     assert made == expected
     assert (after is composed) == (not expected)
+
+
+def test_nothing_is_made_for_a_strategy_that_the_model_cannot_have(
+    parts: tuple[ModelConfig, DLMRestoredVerifier], made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, composed = parts
+    geometry = composed.forward.geometry(page_tokens=4, segment_tokens=16)
+    latent = replace(geometry, layers=tuple(replace(layer, value_in_key=True) for layer in geometry.layers))
+    monkeypatch.setattr(type(composed.forward), "geometry", lambda _self, **_sizes: latent)
+    first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "auto")
+    assert made == []
 
 
 def test_a_model_that_is_too_large_or_needs_nothing_is_not_loaded_for_that(
