@@ -139,7 +139,7 @@ def steps_run_by(engine: Engine, run: Callable[[Step], Result]) -> Iterator[None
 @contextmanager
 def before_each_generate(engine: Engine, task: Callable[[], object]) -> Iterator[None]:
     """Done meanwhile, when a Generate has found its session and before it is looked whether it may begin."""
-    with patch.object(engine._arguments, "check_params", lambda _: task()):
+    with patch.object(engine._arguments, "check_params", lambda *_: task()):
         yield
 
 

@@ -79,6 +79,7 @@ def test_contents_that_differ_in_anything_have_different_digests() -> None:
         "drafting": False,
         "constraint": Constraint(kind=ConstraintKind.REGEX, source="a"),
         "stop_sequences": ((1, 2),),
+        "min_tokens": 2,
     }
     assert list(changed) == [field.name for field in dataclasses.fields(params)]
     others: list[tuple[object, ...]] = [
