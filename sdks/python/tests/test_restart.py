@@ -46,7 +46,7 @@ async def test_a_client_waits_for_a_server_that_is_started_again_and_learns_that
     server: Restarted, flavour: str, do: Do, read: Any
 ) -> None:
     client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(server.target)
-    session, other = await do(client.create_session, ENDLESS), await do(client.create_session)
+    session, other = await do(client.create_session, ENDLESS, eos_token_ids=[]), await do(client.create_session)
     await do(session.append, PROMPT)
     stream = session.generate(30_000)
     tokens = stream.details()

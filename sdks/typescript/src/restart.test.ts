@@ -13,7 +13,7 @@ test("a client waits for a server that is started again, and learns that its ses
   const control = inject("control");
   const target = await openProcess(control);
   await using client = new kakeya.Client(target);
-  const session = await client.createSession({ strategy: ENDLESS });
+  const session = await client.createSession({ strategy: ENDLESS, eosTokenIds: [] });
   const other = await client.createSession();
   await session.append(PROMPT);
   const stream = session.generate(LONG);
