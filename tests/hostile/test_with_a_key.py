@@ -19,7 +19,7 @@ from kakeya.v1 import runtime_pb2_grpc
 from laboratory.load.scripted_server import scripted_child
 from tests.further import further_test
 from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, WITH_KEY
-from tests.hostile.conftest import VICTIM, Attacked, attack, bearer
+from tests.hostile.conftest import MEMORY_BYTES, VICTIM, Attacked, attack, bearer
 from tests.hostile.http2 import Connection
 from tests.server.wire import connected, refused, serving
 from tests.tiny import tiny_engine
@@ -40,7 +40,8 @@ def test_an_owner_is_served_beside_forks_of_a_long_history_which_take_no_memory_
 
 
 def test_an_owner_is_served_beside_constraints_that_take_work_to_compile_and_to_match(attacked: Attacked) -> None:
-    attack("constraints that are dear", SHORT_SECONDS, attacked)
+    # An owner's last grammars are kept, MOST_PER_OWNER of a few MiB each.
+    attack("constraints that are dear", SHORT_SECONDS, attacked, memory_bytes=2 * MEMORY_BYTES)
 
 
 @pytest.mark.long
