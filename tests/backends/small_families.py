@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kv.strategies.full import Full
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
-from tests.laws.variants import generate
-from tests.tiny import TRAINED_POSITIONS, VOCABULARY
+from kv_cache_proposer.ngram import NgramDrafter
+from tests.laws.variants import generate, text
+from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY
 
 COUNT = 24  # tokens that tests generate
+HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
 
 
 def own_model(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
@@ -62,3 +68,19 @@ def continued(own: PreTrainedModel, history: list[int], count: int = COUNT) -> l
 
 def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
     return [token for token, _ in generate(engine, session, count)]
+
+
+def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, drafts: bool) -> None:
+    """Sessions in one batch, a fork, and second turns generate what transformers does, greedily."""
+    drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
+    with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
+        sessions = [engine.create_session(strategy=Full()).session_id for _ in HISTORIES]
+        for session, history in zip(sessions, HISTORIES, strict=True):
+            engine.append(session, history)
+        with ThreadPoolExecutor(len(sessions)) as pool:
+            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
+        assert got == [continued(own, history) for history in HISTORIES]
+        fork = engine.fork_session(sessions[0]).session_id
+        for session, turn in ((fork, [5, 6, 7]), (sessions[0], [9, 10])):
+            engine.append(session, turn)
+            assert ids_of(engine, session) == continued(own, HISTORIES[0] + got[0] + turn)

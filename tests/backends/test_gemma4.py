@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,10 +16,15 @@ from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
-from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.training.capture import capture, require_stored_keys
 from tests.admissions import admitted_once
-from tests.backends.small_families import COUNT, continued, forward_of, ids_of, own_model
+from tests.backends.small_families import (
+    COUNT,
+    continues_as_transformers,
+    forward_of,
+    ids_of,
+    own_model,
+)
 from tests.further import further
 from tests.laws.variants import text
 from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
@@ -86,27 +90,13 @@ def served() -> dict[str, tuple[PreTrainedModel, TorchForward]]:
     return found
 
 
-HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
-
-
 @each_kind
 @pytest.mark.parametrize("drafts", [False, True])
 def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transformers_does(
     kind: str, drafts: bool, served: dict[str, tuple[PreTrainedModel, TorchForward]]
 ) -> None:
     own, forward = served[kind]
-    drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
-    with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
-        sessions = [engine.create_session(strategy=Full()).session_id for _ in HISTORIES]
-        for session, history in zip(sessions, HISTORIES, strict=True):
-            engine.append(session, history)
-        with ThreadPoolExecutor(len(sessions)) as pool:
-            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
-        assert got == [continued(own, history) for history in HISTORIES]
-        fork = engine.fork_session(sessions[0]).session_id
-        for session, turn in ((fork, [5, 6, 7]), (sessions[0], [9, 10])):
-            engine.append(session, turn)
-            assert ids_of(engine, session) == continued(own, HISTORIES[0] + got[0] + turn)
+    continues_as_transformers(own, forward, drafts=drafts)
 
 
 @each_kind

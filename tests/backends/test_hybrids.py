@@ -41,7 +41,7 @@ from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.training.capture import require_stored_keys
 from laboratory.training.latent import calibrate, measure
 from tests.admissions import admitted_once
-from tests.backends.small_families import continued, forward_of, ids_of, own_model
+from tests.backends.small_families import HISTORIES, continued, forward_of, ids_of, own_model
 from tests.facade import session_of
 from tests.further import further, further_test
 from tests.laws.variants import generate, text
@@ -141,9 +141,6 @@ def served(family: str) -> tuple[PreTrainedModel, TorchForward]:
         own = own_of(config_of(family))
         _SERVED[family] = own, forward_of(own, admitted_once(own.config))
     return _SERVED[family]
-
-
-HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
 
 
 class Sessions:

@@ -37,7 +37,7 @@ async def session(client: Any, do: Do) -> Any:
     return made
 
 
-def saying(session: Any) -> Any:
+def generating(session: Any) -> Any:
     """A Generate whose tokens are known."""
     return session.generate(64, constraint=kakeya.Choice([encoded(SAID)]))
 
@@ -47,10 +47,10 @@ async def pieces(stream: Any, flavour: str) -> list[str]:
 
 
 async def test_text_comes_in_whole_characters_and_the_result_has_all_of_it(session: Any, do: Do, flavour: str) -> None:
-    stream = saying(session)
+    stream = generating(session)
     found = await pieces(stream.text(Bytes()), flavour)
     assert found == list(SAID)
-    result = await do(saying(session).text(Bytes(), stop=["nowhere"]).result)
+    result = await do(generating(session).text(Bytes(), stop=["nowhere"]).result)
     assert (result.text, result.stop, result.token_ids) == (SAID, None, tuple(encoded(SAID)))
     assert result.position == result.result.history_length == session.history_length
     with pytest.raises(kakeya.StateError):
@@ -65,9 +65,9 @@ async def test_text_comes_in_whole_characters_and_the_result_has_all_of_it(sessi
 async def test_a_stop_string_ends_the_text_and_a_rewind_takes_it_out_of_the_history(
     session: Any, do: Do, flavour: str, stop: list[str], text: str, matched: str
 ) -> None:
-    found = await pieces(saying(session).text(Bytes(), stop=stop), flavour)
+    found = await pieces(generating(session).text(Bytes(), stop=stop), flavour)
     assert "".join(found) == text
-    result = await do(saying(await do(session.fork, at_position=len(PROMPT))).text(Bytes(), stop=stop).result)
+    result = await do(generating(await do(session.fork, at_position=len(PROMPT))).text(Bytes(), stop=stop).result)
     assert (result.text, result.stop, result.result) == (text, matched, None)
     assert result.position == len(PROMPT) + len(text.encode())
     assert list(result.token_ids[: result.position - len(PROMPT)]) == encoded(text)
@@ -82,7 +82,7 @@ async def test_a_stop_string_within_the_minimum_of_tokens_does_not_count(session
 
 
 async def test_what_waits_for_a_stop_string_comes_with_the_end(session: Any, do: Do, flavour: str) -> None:
-    found = await pieces(saying(session).text(Bytes(), stop=[": me and you"]), flavour)
+    found = await pieces(generating(session).text(Bytes(), stop=[": me and you"]), flavour)
     assert "".join(found) == SAID and found[-1] == ": me"
 
 

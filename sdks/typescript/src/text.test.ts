@@ -31,7 +31,7 @@ afterAll(async () => {
 });
 
 /** A Generate whose tokens are known. */
-function saying(of = session): kakeya.GenerateStream {
+function generating(of = session): kakeya.GenerateStream {
   return of.generate(64, { constraint: { kind: "choice", choices: [ENCODED] } });
 }
 
@@ -42,9 +42,9 @@ async function pieces(text: kakeya.TextStream): Promise<string[]> {
 }
 
 test("text comes in whole characters, and the result has all of it", async () => {
-  const stream = saying();
+  const stream = generating();
   expect(await pieces(stream.text(bytes))).toEqual(Array.from(SAID));
-  const result = await saying()
+  const result = await generating()
     .text(bytes, { stop: ["nowhere"] })
     .result();
   expect(result).toMatchObject({ text: SAID, stop: undefined, tokenIds: ENCODED });
@@ -59,8 +59,8 @@ test("a stop string ends the text, and a rewind takes it out of the history", as
     [["W"], "", "W"],
   ] as const) {
     const fork = await session.fork();
-    expect((await pieces(saying(await fork.fork()).text(bytes, { stop }))).join("")).toBe(text);
-    const result = await saying(fork).text(bytes, { stop }).result();
+    expect((await pieces(generating(await fork.fork()).text(bytes, { stop }))).join("")).toBe(text);
+    const result = await generating(fork).text(bytes, { stop }).result();
     const position = PROMPT.length + Buffer.byteLength(text);
     expect(result).toMatchObject({ text, stop: matched, result: undefined, position });
     expect((await fork.rewind(position)).historyLength).toBe(position);
@@ -73,7 +73,7 @@ test("a stop string within the minimum of tokens does not count", async () => {
 });
 
 test("what waits for a stop string comes with the end", async () => {
-  const found = await pieces(saying().text(bytes, { stop: [": me and you"] }));
+  const found = await pieces(generating().text(bytes, { stop: [": me and you"] }));
   expect([found.join(""), found.at(-1)]).toEqual([SAID, ": me"]);
 });
 

@@ -29,7 +29,7 @@ from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
-from kakeya._text import AsyncTextStream, Decodes, Saying
+from kakeya._text import AsyncTextStream, Decodes, IncrementalDetokenizer
 from kakeya._thinking import Budget, Thought
 from kakeya._values import (
     GenerateResult,
@@ -442,8 +442,8 @@ class AsyncGenerateStream(StreamBase):
     ) -> AsyncTextStream:
         """As `GenerateStream.text`."""
         least = self._request.min_tokens
-        saying = Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
-        return AsyncTextStream(self, saying)
+        detokenizer = IncrementalDetokenizer(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
+        return AsyncTextStream(self, detokenizer)
 
     async def result(self) -> GenerateResult:
         """As `GenerateStream.result`."""

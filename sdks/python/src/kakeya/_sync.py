@@ -28,7 +28,7 @@ from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
 from kakeya._stream import Fold, StreamBase
-from kakeya._text import Decodes, Saying, TextStream
+from kakeya._text import Decodes, IncrementalDetokenizer, TextStream
 from kakeya._thinking import Budget, Thought
 from kakeya._values import (
     GenerateResult,
@@ -494,8 +494,8 @@ class GenerateStream(StreamBase):
         which it was, and where to `rewind` to, to have the text without it in the history.
         """
         least = self._request.min_tokens
-        saying = Saying(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
-        return TextStream(self, saying)
+        detokenizer = IncrementalDetokenizer(tokenizer, stop, skip_special_tokens=skip_special_tokens, min_tokens=least)
+        return TextStream(self, detokenizer)
 
     def result(self) -> GenerateResult:
         """Read to the end and return everything. Raises the stream's error; StateError if it was cancelled."""

@@ -37,7 +37,7 @@ class TextResult:
     result: GenerateResult | None  # None: a stop string ended it, so the Generate was cancelled
 
 
-class Saying:
+class IncrementalDetokenizer:
     """Folds tokens into text; what both kinds of streams do."""
 
     def __init__(
@@ -95,9 +95,9 @@ class Saying:
 class TextStream:
     """A Generate read as text: iterate it for pieces, or take the whole `result()`. It ends at a stop string."""
 
-    def __init__(self, stream: GenerateStream, saying: Saying) -> None:
+    def __init__(self, stream: GenerateStream, detokenizer: IncrementalDetokenizer) -> None:
         self._stream = stream
-        self._saying = saying
+        self._detokenizer = detokenizer
 
     def __iter__(self) -> Iterator[str]:
         """The pieces of text, as they come. Once only."""
@@ -109,7 +109,7 @@ class TextStream:
         while self._next() is not None:
             pass
         stream = self._stream
-        return self._saying.outcome(stream.token_ids, None if self._saying.stop else stream._outcome())
+        return self._detokenizer.outcome(stream.token_ids, None if self._detokenizer.stop else stream._outcome())
 
     def cancel(self) -> None:
         """Stop generating. Safe from any thread, and after the end."""
@@ -125,11 +125,11 @@ class TextStream:
 
     def _next(self) -> str | None:
         """The text of the next token, perhaps none; None at the end."""
-        if self._saying.is_over:
+        if self._detokenizer.is_over:
             return None
         token = self._stream._next_token()
-        piece = self._saying.end() if token is None else self._saying.push(token.token_id, token.position)
-        if self._saying.stop is not None:
+        piece = self._detokenizer.end() if token is None else self._detokenizer.push(token.token_id, token.position)
+        if self._detokenizer.stop is not None:
             self.cancel()
         return piece
 
@@ -137,9 +137,9 @@ class TextStream:
 class AsyncTextStream:
     """As `TextStream`."""
 
-    def __init__(self, stream: AsyncGenerateStream, saying: Saying) -> None:
+    def __init__(self, stream: AsyncGenerateStream, detokenizer: IncrementalDetokenizer) -> None:
         self._stream = stream
-        self._saying = saying
+        self._detokenizer = detokenizer
 
     def __aiter__(self) -> AsyncIterator[str]:
         """As `TextStream.__iter__`."""
@@ -151,18 +151,18 @@ class AsyncTextStream:
         while await self._next() is not None:
             pass
         stream = self._stream
-        return self._saying.outcome(stream.token_ids, None if self._saying.stop else stream._outcome())
+        return self._detokenizer.outcome(stream.token_ids, None if self._detokenizer.stop else stream._outcome())
 
     def cancel(self) -> None:
         """As `TextStream.cancel`."""
         self._stream.cancel()
 
     async def _next(self) -> str | None:
-        if self._saying.is_over:
+        if self._detokenizer.is_over:
             return None
         token = await self._stream._next_token()
-        piece = self._saying.end() if token is None else self._saying.push(token.token_id, token.position)
-        if self._saying.stop is not None:
+        piece = self._detokenizer.end() if token is None else self._detokenizer.push(token.token_id, token.position)
+        if self._detokenizer.stop is not None:
             self.cancel()
         return piece
 
