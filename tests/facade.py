@@ -182,16 +182,23 @@ def measured_read_bytes(engine: Engine) -> float:
     return 1 / hibernation._read_seconds
 
 
-def save_some_pieces(engine: Engine, session_id: str) -> None:
-    """Begin a copy of an idle session's K/V, and leave it unfinished."""
+@contextmanager
+def half_saved(engine: Engine, session_id: str) -> Iterator[None]:
+    """Begin a copy of an idle session's K/V, and let it not go on until the block's end."""
     hibernation = engine._scheduler.snapshots
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
+    may_go_on = threading.Event()
 
     def begin() -> None:
         hibernation._saving = hibernation._begin(session_of(engine, session_id))
+        hibernation._writer.submit(may_go_on.wait, LIMIT_SECONDS)
         hibernation.poll()
 
     on_the_engines_thread(engine, begin)
+    try:
+        yield
+    finally:
+        may_go_on.set()
 
 
 def remembered_appends(engine: Engine) -> int:

@@ -199,7 +199,7 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{content['model_type']!r} is {built_in[0]}, which may not be the same model"
         )
     try:
-        with _alone(content, found.folder, ()) as folder:
+        with _alone(content, found.folder, ()) as folder, _without_its_warnings():
             config: PretrainedConfig = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -213,6 +213,19 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{transformers.__version__} can read (log level DEBUG has the details)"
         ) from error
     return config
+
+
+@contextmanager
+def _without_its_warnings() -> Iterator[None]:
+    """What transformers finds odd in a configuration is refused or remarked on here, once and by name."""
+    from transformers.utils import logging as its_logging
+
+    level = its_logging.get_verbosity()
+    its_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        its_logging.set_verbosity(level)
 
 
 def log_remarks(found: FoundModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -116,6 +117,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # as it is where CI is set
     tampered = Path(shutil.copytree(tiny_folder, tmp_path / "tampered"))
     (tampered / "adapter_config.json").write_text("{}")
     unserved = Path(shutil.copytree(tiny_folder, tmp_path / "unserved"))

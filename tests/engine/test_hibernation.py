@@ -13,10 +13,10 @@ from inference_engine.session.copy_file import read_copy
 from inference_engine.types import Finished, GenerateParams, TokenCommitted
 from tests.facade import (
     drop_entries,
+    half_saved,
     measured_read_bytes,
     on_the_engines_thread,
     save_copies,
-    save_some_pieces,
     speeds,
 )
 from tests.kept import keeping, saved
@@ -83,9 +83,9 @@ def test_beyond_a_budget_the_file_of_the_session_used_longest_ago_goes(tmp_path:
 def test_a_session_that_is_used_while_it_is_saved_leaves_no_file_and_one_that_is_closed_neither(tmp_path: Path) -> None:
     with keeping(tmp_path, make=made()) as engine:
         session = talked(engine, 0)
-        save_some_pieces(engine, session)
-        assert list((tmp_path / "copies").iterdir())
-        generate(engine, session, 2)
+        with half_saved(engine, session):
+            assert list((tmp_path / "copies").iterdir())
+            generate(engine, session, 2)
         on_the_engines_thread(engine)
         files = save_copies(engine, tmp_path)
         assert len(files) == 1
