@@ -149,8 +149,8 @@ BUGS = (
     Bug(
         "randomness depends on the position in the batch",
         "inference_engine/kernels/sampling.py",
-        "            keys.append(key(sampler.seed, each.position + offset))",
-        "            keys.append(key(sampler.seed, len(keys)))",
+        "key(sampler.seed, each.position + offset)",
+        "key(sampler.seed, len(rows))",
         (CLOSED_FORM,),
     ),
     Bug(

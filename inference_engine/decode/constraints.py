@@ -39,7 +39,7 @@ from inference_engine.errors import (
     ModelError,
     QuotaExceeded,
 )
-from inference_engine.kernels.sampling import Mask
+from inference_engine.kernels.sampler import Mask
 from inference_engine.types import Constraint, ConstraintKind, ReadTokenBytes, TokenBytes
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from inference_engine.backends.base import Forward, Launched, Result, Step
 from inference_engine.errors import InvariantViolated, RestorationFailed
-from inference_engine.kernels.sampling import Draw, Draws, Sample, Sampler
+from inference_engine.kernels.sampler import Sampler
+from inference_engine.kernels.sampling import Draw, Draws, Sample
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.parts.archived import Asked
 from inference_engine.kv.plan import SpanFailed, StepPlan

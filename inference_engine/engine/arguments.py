@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_engine.config import EngineConfig
 from inference_engine.errors import AppendTooLarge, HistoryLengthMismatch, InvalidArgument, TokenOutOfRange
-from inference_engine.kernels.sampling import permitted_by
+from inference_engine.kernels.sampler import permitted_by
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inference_engine.decode.verifier import Block, Verifier
-from inference_engine.kernels.sampling import Sampler
+from inference_engine.kernels.sampler import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Sampling

@@ -3,9 +3,9 @@
     top_p, top_k    the largest numbers, a few hundred, are sorted and weighed; the rest is summed up roughly
     neither         a smaller number wins only by noise that few ids have: bits show which, without logarithms
 
-The token is the one that `sampling.draw` gives, bit for bit: numbers and noise of what is drawn from are worked out as
+The token is the one that `filters.draw` gives, bit for bit: numbers and noise of what is drawn from are worked out as
 there. Where a rough sum leaves open how many ids top_p keeps, or the row is so flat that few do not decide, there is no
-answer, and `sampling.draw` is asked.
+answer, and `filters.draw` is asked.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,43 +51,40 @@ class Heavy:
 Weigh = Callable[[Sequence[Row], Sequence[float]], Sequence[Heavy | None]]
 
 
-def drawn_from_few(
-    rows: Sequence[Row],
-    samplings: Sequence[Sampling],
-    keys: Sequence[int],
-    weigh: Weigh | None = None,
-    allowed: Sequence[Ids | None] | None = None,
-) -> list[int | None]:
-    """A token of each row of logits [V], or None. No sampling is greedy. keys: of the rows' noise.
+class HostRow(NamedTuple):
+    """A row of logits [V] to draw from. key: of its noise. few: the ids that it may be, ascending; None: all that are
+    not -inf, which are many."""
 
-    weigh: the device's own; None: there is none. allowed: of each row the few ids it may be, ascending; None: all that
-    are not -inf, which are many.
-    """
-    allowed = [None] * len(rows) if allowed is None else allowed
-    heavy: list[Heavy | None] = [None] * len(rows)
-    if weigh is not None and any(sampling.top_p < 1.0 for sampling in samplings):
-        whole = [place for place, ids in enumerate(allowed) if ids is None]
-        weighed = (
-            weigh([rows[place] for place in whole], [samplings[place].temperature for place in whole]) if whole else []
-        )
-        for place, one in zip(whole, weighed, strict=True):
-            heavy[place] = one
+    logits: Row
+    sampling: Sampling
+    key: int
+    few: Ids | None = None
+
+
+def drawn_from_few(rows: Sequence[HostRow], weigh: Weigh | None = None) -> list[int | None]:
+    """A token of each row, or None. No sampling is greedy. weigh: the device's own; None: there is none."""
+    heavy: dict[int, Heavy | None] = {}
+    whole = [place for place, row in enumerate(rows) if row.few is None]
+    if whole and weigh is not None and any(row.sampling.top_p < 1.0 for row in rows):
+        weighed = weigh([rows[place].logits for place in whole], [rows[place].sampling.temperature for place in whole])
+        heavy = dict(zip(whole, weighed, strict=True))
     found = [
-        _candidates(row, sampling, key, one) if ids is None else _candidates_of(ids, row, sampling)
-        for ids, row, sampling, key, one in zip(allowed, rows, samplings, keys, heavy, strict=True)
+        _candidates(*row[:3], heavy.get(place)) if row.few is None else _candidates_of(row.few, *row[:2])
+        for place, row in enumerate(rows)
     ]
     known = [ids for ids in found if ids is not None]
     if not known:
         return [None] * len(rows)
     counts = [0 if ids is None else len(ids) for ids in found]
-    added = _noise(np.repeat(np.array(keys, dtype=np.int64), counts), np.concatenate(known), len(rows[0]))
+    keys = np.array([row.key for row in rows], dtype=np.int64)
+    added = _noise(np.repeat(keys, counts), np.concatenate(known), len(rows[0].logits))
     drawn: list[int | None] = []
     first = 0
-    for row, sampling, ids, count in zip(rows, samplings, found, counts, strict=True):
+    for row, ids, count in zip(rows, found, counts, strict=True):
         if ids is None:
             drawn.append(None)
             continue
-        scores = row[ids].astype(np.float64) / sampling.temperature + added[first : first + count]
+        scores = row.logits[ids].astype(np.float64) / row.sampling.temperature + added[first : first + count]
         drawn.append(int(ids[scores.argmax()]))
         first += count
     return drawn
@@ -106,13 +104,7 @@ def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = No
         kept = np.flatnonzero(row >= least - _ROUGH * abs(least))
     else:
         return _lifted(row, sampling.temperature, key)
-    if kept is None or len(kept) > MOST:
-        return None
-    if sampling.min_p > 0.0:
-        left = row[kept].astype(np.float64) / sampling.temperature
-        kept = kept[left >= left.max() + math.log(sampling.min_p)]
-    kept.sort()
-    return kept
+    return None if kept is None or len(kept) > MOST else _likely(row, kept, sampling)
 
 
 def _candidates_of(allowed: Ids, row: Row, sampling: Sampling) -> Ids | None:
@@ -124,6 +116,11 @@ def _candidates_of(allowed: Ids, row: Row, sampling: Sampling) -> Ids | None:
         kept = kept[: _share(row, kept, sampling, 0.0)]
         if not len(kept):
             return None
+    return _likely(row, kept, sampling)
+
+
+def _likely(row: Row, kept: Ids, sampling: Sampling) -> Ids:
+    """Those of `kept` that min_p leaves, ascending."""
     if sampling.min_p > 0.0:
         left = row[kept].astype(np.float64) / sampling.temperature
         kept = kept[left >= left.max() + math.log(sampling.min_p)]

@@ -36,6 +36,12 @@ def key(seed: int, position: int) -> int:
     return _signed(_mixed(_mixed(seed + GOLDEN & _WORD) + position * GOLDEN & _WORD))
 
 
+def keys_of(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """`key` of each seed [rows] and position [..., rows]."""
+    golden = np.uint64(GOLDEN)
+    return _mix_words_(_mix_words_(seeds + golden) + positions * golden).view(np.int64)
+
+
 def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Gumbel noise, float64, of `keys` and `token_ids`, int64 of shapes that broadcast."""
     return _gumbel(keys ^ _scrambled(token_ids))
@@ -66,12 +72,18 @@ def _scrambled_on_host(vocab: int) -> NDArray[np.uint64]:
 
 def _steps(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """`bits` are written over."""
+    bits = _mix_words_(bits)
+    bits >>= np.uint64(64 - BITS)
+    return bits
+
+
+def _mix_words_(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`_mixed` in place."""
     moved = np.empty_like(bits)
     for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
         bits ^= np.right_shift(bits, np.uint64(shift), out=moved)
         if factor is not None:
             bits *= np.uint64(factor)
-    bits >>= np.uint64(64 - BITS)
     return bits
 
 

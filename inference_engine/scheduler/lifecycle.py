@@ -24,7 +24,7 @@ from inference_engine.errors import (
     RequestError,
     RestorationFailed,
 )
-from inference_engine.kernels.sampling import Sampler, permitted_by
+from inference_engine.kernels.sampler import Sampler, permitted_by
 from inference_engine.logs import about_session
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.request import Request, RequestState

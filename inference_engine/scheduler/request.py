@@ -15,7 +15,7 @@ from torch import Tensor
 
 from inference_engine.decode.constraints import Grammar, Matching
 from inference_engine.decode.stop_sequences import StopSequences
-from inference_engine.kernels.sampling import Sampler
+from inference_engine.kernels.sampler import Sampler
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import GenerateRecord
 from inference_engine.session.session import Session

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from inference_engine.kernels.filters import draw
 from inference_engine.kernels.gumbel_noise import NoiseOfAll, key
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kernels.sampling import draw
 from inference_engine.types import Sampling
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import device_name

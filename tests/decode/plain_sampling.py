@@ -7,8 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_engine.kernels.filters import Filters, draw
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampling import Filters, Sampler, draw
+from inference_engine.kernels.sampler import Sampler
 from inference_engine.types import Sampling
 from tests.kernels.plain_noise import plain_noise
 

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inference_engine.engine import Engine
-from inference_engine.kernels import sampling as sampling_module
+from inference_engine.kernels import filters
+from inference_engine.kernels.filters import Filters, draw, logprobs
 from inference_engine.kernels.graph_io import PLAIN_ENDS
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampling import Draw, Draws, Filters, Sampler, draw, draw_all, logprobs, start_drawing
+from inference_engine.kernels.sampler import Sampler
+from inference_engine.kernels.sampling import Draw, Draws, draw_all, start_drawing
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling, TokenSet
 from tests.decode.plain_sampling import filtered_probabilities, left, plainly
@@ -156,9 +158,9 @@ def test_a_distribution_has_the_same_bits_alone_and_among_others(vocab: int, thr
             assert torch.equal(left(logits[place : place + 1], [sampling])[0], together[place])
             assert torch.equal(filtered_probabilities(logits[place], sampling), together[place].softmax(dim=0))
         # What top_p is a share of; a bit of it seldom shows in what is left.
-        sums = sampling_module._running_sums_(together.exp())
+        sums = filters._running_sums_(together.exp())
         for place in range(len(logits)):
-            assert torch.equal(sampling_module._running_sums_(together[place : place + 1].exp())[0], sums[place])
+            assert torch.equal(filters._running_sums_(together[place : place + 1].exp())[0], sums[place])
         keys = [key(6, place) for place in range(len(logits))]
         drawn = [
             int(draw(logits[place : place + 1], [samplings[place]], [keys[place]])[0]) for place in range(len(logits))
@@ -189,7 +191,7 @@ def test_how_many_tokens_are_drawn_at_once_changes_nothing(
 
     of_filters = Filters.left
     monkeypatch.setattr(Filters, "left", counting)
-    monkeypatch.setattr(sampling_module, "MAX_ARRAY_BYTES_ON_CPU", tokens_at_once * 97 * 8 + 5)
+    monkeypatch.setattr(filters, "MAX_ARRAY_BYTES_ON_CPU", tokens_at_once * 97 * 8 + 5)
     assert draw(logits, samplings, keys).tolist() == expected
     assert max(sizes) <= tokens_at_once and sum(sizes) == len(logits)
     (reported,) = logprobs(logits, logits.argmax(dim=-1))

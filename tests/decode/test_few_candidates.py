@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_engine.kernels.cpu_sampling import drawn_from_few
-from inference_engine.kernels.sampling import Draw, Sampler, draw, draw_all
+from inference_engine.kernels.cpu_sampling import HostRow, drawn_from_few
+from inference_engine.kernels.filters import draw
+from inference_engine.kernels.sampler import Sampler
+from inference_engine.kernels.sampling import Draw, draw_all
 from inference_engine.types import Sampling
 from tests.decode.test_drawing_together import noise_keys
 from tests.tiny_native import library
@@ -41,7 +43,7 @@ def test_few_candidates_give_the_token_that_all_give(
     logits[:, torch.randint(0, VOCABULARY, (12,), generator=generator)] += 6.0
     if steps:
         logits = (logits * steps).round() / steps
-    found = drawn_from_few(list(logits.numpy()), chosen, keys[: len(chosen)])
+    found = drawn_from_few([*map(HostRow, logits.numpy(), chosen, keys)])
     for one, sampling, key, token in zip(logits, chosen, keys, found, strict=False):
         assert token is None or token == int(draw(one[None], [sampling], [key])[0])
 
@@ -54,7 +56,7 @@ def test_rows_as_models_give_them_need_few(sampling: Sampling) -> None:
     """The off-switch of the test above: an answer that is never given would be right, too."""
     logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.0
     logits[:, :20] += torch.arange(20) * 0.5 + 4.0
-    found = drawn_from_few(list(logits.numpy()), [sampling] * 40, list(range(40)))
+    found = drawn_from_few([HostRow(row, sampling, key) for key, row in enumerate(logits.numpy())])
     assert None not in found and len(set(found)) > 3
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from inference_engine.errors import InvalidArgument
+from inference_engine.kernels.filters import draw as draw_all
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampling import Draw, Sampler
-from inference_engine.kernels.sampling import draw as draw_all
+from inference_engine.kernels.sampler import Sampler
+from inference_engine.kernels.sampling import Draw
 from inference_engine.kernels.sampling import draw_all as draw_step
 from inference_engine.types import Sampling
 from tests.decode.plain_sampling import filtered_probabilities, next_token, penalised, seen

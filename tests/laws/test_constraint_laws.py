@@ -18,7 +18,8 @@ from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.errors import ConstraintFailed
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampling import Draw, Sampler, draw_all, ids_in, start_drawing
+from inference_engine.kernels.sampler import Sampler, ids_in
+from inference_engine.kernels.sampling import Draw, draw_all, start_drawing
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy

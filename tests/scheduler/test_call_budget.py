@@ -25,7 +25,7 @@ from inference_engine.decode.draft import Drafter
 from inference_engine.decode.verifier import Block, Verifier
 from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps
-from inference_engine.kernels.sampling import Sampler
+from inference_engine.kernels.sampler import Sampler
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import Event, GenerateParams, Sampling, TokenCommitted
