@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from inference_engine.backends.base import Admitted
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
+from inference_engine.models.loader import LoadedModel
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 from kv_cache_proposer.ngram import NgramDrafter
@@ -51,6 +55,20 @@ def forward_of(own: PreTrainedModel, admitted: Admitted) -> TorchForward:
     return TorchForward(Seam(taken, admitted.traits), facts, torch.device("cpu"))
 
 
+def loaded(model: Any) -> LoadedModel:
+    """A model in memory, as if it had been read from a folder."""
+    return LoadedModel(
+        model=model.requires_grad_(requires_grad=False),
+        model_id="tiny",
+        folder=Path(),
+        trained_positions=TRAINED_POSITIONS,
+        vocab_size=VOCABULARY,
+        dtype="float32",
+        device="cpu",
+        weights_sha256=None,
+    )
+
+
 def continued(own: PreTrainedModel, history: list[int], count: int = COUNT) -> list[int]:
     """What transformers generates, greedily."""
     prompt = torch.tensor([history])
@@ -70,7 +88,18 @@ def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
     return [token for token, _ in generate(engine, session, count)]
 
 
-def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, drafts: bool) -> None:
+def stays_within_its_bounds(forward: TorchForward, strategies: Sequence[str], more_than: int = 0) -> None:
+    """A session of each strategy holds more than so many bytes, and no more than it said."""
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        for strategy in strategies:
+            session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
+            engine.append(session, text(150))
+            assert len(ids_of(engine, session)) == COUNT, strategy
+            info = engine.session_info(session)
+            assert more_than < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+
+
+def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, drafts: bool, count: int = COUNT) -> None:
     """Sessions in one batch, a fork, and second turns generate what transformers does, greedily."""
     drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
     with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
@@ -78,9 +107,10 @@ def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, dr
         for session, history in zip(sessions, HISTORIES, strict=True):
             engine.append(session, history)
         with ThreadPoolExecutor(len(sessions)) as pool:
-            got = list(pool.map(lambda session: ids_of(engine, session), sessions))
-        assert got == [continued(own, history) for history in HISTORIES]
-        fork = engine.fork_session(sessions[0]).session_id
-        for session, turn in ((fork, [5, 6, 7]), (sessions[0], [9, 10])):
+            got = list(pool.map(lambda session: ids_of(engine, session, count), sessions))
+        assert got == [continued(own, history, count) for history in HISTORIES]
+        fork = engine.fork_session(sessions[0])
+        assert fork.prefill_tokens == 1
+        for session, turn in ((fork.session_id, [5, 6, 7]), (sessions[0], [9, 10])):
             engine.append(session, turn)
             assert ids_of(engine, session) == continued(own, HISTORIES[0] + got[0] + turn)

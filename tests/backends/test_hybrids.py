@@ -37,11 +37,18 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.views import State
 from inference_engine.models.mixers import SessionMixer
 from inference_engine.types import GenerateParams, Mode
-from kv_cache_proposer.ngram import NgramDrafter
 from laboratory.training.capture import require_stored_keys
 from laboratory.training.latent import calibrate, measure
 from tests.admissions import admitted_once
-from tests.backends.small_families import HISTORIES, continued, forward_of, ids_of, own_model
+from tests.backends.small_families import (
+    HISTORIES,
+    continued,
+    continues_as_transformers,
+    forward_of,
+    ids_of,
+    own_model,
+    stays_within_its_bounds,
+)
 from tests.facade import session_of
 from tests.further import further, further_test
 from tests.laws.variants import generate, text
@@ -206,19 +213,7 @@ def test_sessions_in_a_batch_their_forks_and_second_turns_continue_as_transforme
     family: str, drafts: bool
 ) -> None:
     own, forward = served(family)
-    drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
-    with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:
-        sessions = [engine.create_session(strategy=Full()).session_id for _ in HISTORIES]
-        for session, history in zip(sessions, HISTORIES, strict=True):
-            engine.append(session, history)
-        with ThreadPoolExecutor(len(sessions)) as pool:
-            got = list(pool.map(lambda session: ids_of(engine, session, COUNT), sessions))
-        assert got == [continued(own, history, COUNT) for history in HISTORIES]
-        fork = engine.fork_session(sessions[0])
-        assert fork.prefill_tokens == 1
-        for session, turn in ((fork.session_id, [5, 6, 7]), (sessions[0], [9, 10])):
-            engine.append(session, turn)
-            assert ids_of(engine, session, 12) == continued(own, HISTORIES[0] + got[0] + turn, 12)
+    continues_as_transformers(own, forward, drafts=drafts, count=COUNT)
 
 
 @each_family
@@ -227,20 +222,18 @@ def test_every_strategy_is_admitted_serves_it_and_stays_within_its_bound(family:
     state_bytes = sum(state.nbytes for state in forward.geometry(**PAGES).state_layers.values())
     assert state_bytes > 0 and not forward.facts.refused_strategies
     last = max(number for number, read in enumerate(forward.seam.reads) if read is not None)
-    with Engine(forward, EngineConfig(**SMALL)) as engine:
-        for strategy in (
+    stays_within_its_bounds(
+        forward,
+        (
             "sink_window:sink=2,window=20",
             f"layer_window:sink=2,window=8,full_layers={last}",
             "full:codec=int8,exact_window=20",
             "gather:block=4,sink=4,window=16,budget=48",
             "tiered:block=8,sink=4,window=16,budget=48,resident_tokens=20",
             "restored:sink=4,window=16",
-        ):
-            session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
-            engine.append(session, text(150))
-            assert len(ids_of(engine, session, 8)) == 8, strategy
-            info = engine.session_info(session)
-            assert state_bytes < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+        ),
+        more_than=state_bytes,
+    )
 
 
 @further_test

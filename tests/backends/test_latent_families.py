@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,20 +29,20 @@ from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models import LoadedModel
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import ATTENTION
 from inference_engine.types import Mode
 from tests.admissions import admitted_once
 from tests.backends.small_families import (
-    COUNT,
     HISTORIES,
     continued,
     continues_as_transformers,
     forward_of,
     ids_of,
+    loaded,
     own_model,
+    stays_within_its_bounds,
 )
 from tests.facade import in_mode
 from tests.further import further
@@ -156,19 +155,17 @@ def test_a_token_takes_one_vector_a_layer_and_the_bound_says_so(served: Served) 
 
 def test_sessions_stay_within_their_bounds_and_other_strategies_are_refused_by_name(served: Served) -> None:
     _, forward = served["deepseek_v3"]
-    with Engine(forward, EngineConfig(**SMALL)) as engine:
-        for strategy in (
+    stays_within_its_bounds(
+        forward,
+        (
             "sink_window:sink=2,window=20",
             "sink_window:sink=2,window=40,codec=int8,exact_window=20",
             "layer_window:sink=2,window=8,full_layers=1",
             "full:codec=int4,exact_window=20",
             "restored:sink=2,window=20",
-        ):
-            session = engine.create_session(strategy=parse_strategy(strategy), limit_tokens=200).session_id
-            engine.append(session, text(150))
-            assert len(ids_of(engine, session)) == COUNT, strategy
-            info = engine.session_info(session)
-            assert 0 < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+        ),
+    )
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
         for strategy in (
             "gather",
             "tiered:block=4,sink=0,window=20,budget=400,resident_tokens=20",
@@ -255,19 +252,9 @@ def test_on_a_device_whose_kernels_take_even_entries_alone_sessions_are_attended
     own, _ = served["deepseek_v3"]
     taken = copy.deepcopy(own)
     taken.set_attn_implementation(ATTENTION)
-    loaded = LoadedModel(
-        model=taken,
-        model_id="deepseek",
-        folder=Path(),
-        trained_positions=TRAINED_POSITIONS,
-        vocab_size=VOCABULARY,
-        dtype="float32",
-        device="cpu",
-        weights_sha256=None,
-    )
     ops = replace(REFERENCE, attends_together=True, attend_ragged=replace(attend_ragged, is_even=True))
     settings = ModelConfig(linear="plain")
-    forward = serve_loaded(loaded, settings, admitted_once(own.config, type(own)), ops=ops)
+    forward = serve_loaded(loaded(taken), settings, admitted_once(own.config, type(own)), ops=ops)
     assert forward.listed is None
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session().session_id

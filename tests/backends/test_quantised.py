@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,30 +14,20 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.quantised import quantise
-from inference_engine.models import LoadedModel
 from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import ATTENTION
 from tests.admissions import admitted_once
+from tests.backends.small_families import loaded
 from tests.further import further
 from tests.laws.variants import generate, text
-from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
+from tests.tiny import SMALL, tiny_config, tiny_model
 
 LISTS = DeviceOps(attends_together=True)
 
 
 def served(model: Any, **settings: Any) -> TorchForward:
-    loaded = LoadedModel(
-        model=model.requires_grad_(requires_grad=False),
-        model_id="tiny",
-        folder=Path(),
-        trained_positions=TRAINED_POSITIONS,
-        vocab_size=VOCABULARY,
-        dtype="float32",
-        device="cpu",
-        weights_sha256=None,
-    )
     config = ModelConfig(device="cpu", linear="plain", **settings)
-    return serve_loaded(loaded, config, admitted_once(tiny_config()), ops=LISTS)
+    return serve_loaded(loaded(model), config, admitted_once(tiny_config()), ops=LISTS)
 
 
 def dequantised(format_name: str) -> Any:

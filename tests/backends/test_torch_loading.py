@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from inference_engine.backends.torch_loading import serve_loaded
 from inference_engine.config import ModelConfig
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.prefill_attention import Flash3
-from inference_engine.models import LoadedModel
 from tests.admissions import admitted_once
-from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_config, tiny_model
+from tests.backends.small_families import loaded
+from tests.tiny import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -36,18 +35,8 @@ def test_the_operation_for_long_chunks_is_used_in_its_three_forms(
     chosen = Flash3()
     monkeypatch.setattr(torch_loading, "open_long_chunks", lambda *_: chosen)
     monkeypatch.setattr(torch_loading, "TorchForward", opened)
-    loaded = LoadedModel(
-        model=tiny_model().requires_grad_(requires_grad=False),
-        model_id="tiny",
-        folder=Path(),
-        trained_positions=TRAINED_POSITIONS,
-        vocab_size=VOCABULARY,
-        dtype="float32",
-        device="cpu",
-        weights_sha256=None,
-    )
     config = ModelConfig(device="cpu", linear="plain", **settings)
-    serve_loaded(loaded, config, admitted_once(tiny_config()), ops=DeviceOps(attends_together=True))
+    serve_loaded(loaded(tiny_model()), config, admitted_once(tiny_config()), ops=DeviceOps(attends_together=True))
 
     ops, other = used[-1], chosen if is_used else REFERENCE
     assert ops.attend_causal is (chosen if is_used else REFERENCE.attend_causal)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from inference_engine.backends.native.decoders import RotationTables, native_decoder
 from inference_engine.backends.native.entry_coder import NativeCoder
-from inference_engine.backends.native.forward import KV_DTYPES, NativeAttention
+from inference_engine.backends.native.forward import KV_DTYPES
 from inference_engine.kernels.components import IndexShape
-from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING, AttentionCall
+from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING
 from inference_engine.kv.context import (
     ArchivedCodes,
     GroupAnalyser,
@@ -26,7 +26,7 @@ from inference_engine.kv.context import (
 from inference_engine.native.library import KVType, NativeMatrix, ProductIdentity, Threads
 from tests.further import further
 from tests.kernels.rows import in_rows
-from tests.native.test_selection import FREQUENCIES, HKV, SCALING, D, Session, rotate
+from tests.native.test_selection import FREQUENCIES, HKV, D, Session, rotate
 from tests.tiny_native import library
 
 LENGTH, GONE, RING_SLOTS, KEPT = 700, 448, 300, 60
@@ -171,15 +171,8 @@ class Archived(Session):
         lines[:, RING], lines[:, FLOOR] = RING_SLOTS, GONE
         return lines
 
-    def attend(
-        self, queries: Tensor, lines: Tensor, *, level: str = "auto", threads: int = 1, softcap: float | None = None
-    ) -> Tensor:
-        lib = library()
-        with lib.open_threads(threads) as opened:
-            attention = NativeAttention(lib.kernels(level), opened)
-            keys, values = self.buffers
-            call = AttentionCall(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
-            return attention(call)
+    def stored(self) -> tuple[Tensor, Tensor]:
+        return self.buffers
 
 
 @pytest.mark.parametrize(

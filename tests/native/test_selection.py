@@ -130,13 +130,16 @@ class Session:
         TokenRead(shape=shape).fill(lines.numpy(), **own)
         return lines
 
+    def stored(self) -> tuple[Tensor, Tensor]:
+        return in_rows(self.keys.reshape(-1, D), self.values.reshape(-1, D))
+
     def attend(
         self, queries: Tensor, lines: Tensor, *, level: str = "auto", threads: int = 1, softcap: float | None = None
     ) -> Tensor:
         lib = library()
         with lib.open_threads(threads) as opened:
             attention = NativeAttention(lib.kernels(level), opened)
-            keys, values = in_rows(self.keys.reshape(-1, D), self.values.reshape(-1, D))
+            keys, values = self.stored()
             call = AttentionCall(queries, keys, values, lines, kv_heads=HKV, scaling=SCALING, softcap=softcap)
             return attention(call)
 

@@ -233,6 +233,11 @@ def in_node(expression: str) -> Any:
             table }} = charts;
         process.stdout.write(JSON.stringify({expression}));
     """
+    return run_in_node(program)
+
+
+def run_in_node(program: str) -> Any:
+    """What a module prints as JSON; it warns about nothing."""
     done = subprocess.run(
         ["node", "--input-type=module", "--eval", program],
         capture_output=True,
@@ -241,7 +246,7 @@ def in_node(expression: str) -> Any:
         timeout=SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
 
@@ -281,17 +286,7 @@ def test_the_page_draws_what_a_real_engine_says(port: MetricsPort, engine: Engin
             [id, place.innerHTML + place.textContent + place.children.map((child) => child.innerHTML).join("")]));
         process.stdout.write(JSON.stringify({{ ...shown, drawn: document.documentElement.dataset.drawn }}));
     """
-    done = subprocess.run(
-        ["node", "--input-type=module", "--eval", program],
-        capture_output=True,
-        text=True,
-        env=node_environment(),
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "nothing is warned about"
-    shown = json.loads(done.stdout)
+    shown = run_in_node(program)
     assert shown["drawn"]
     assert shown["server"].startswith("tiny in float32 on cpu · batched · version 1 · up ")
     assert shown["status"] == "serving"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from inference_engine.engine import Engine
-from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until_free
@@ -146,25 +145,6 @@ async def test_closing_a_session_ends_its_stream_with_session_closed(client: Cli
     assert details.reason == "ABORTED SESSION_CLOSED"
     assert closed.final_history_length > len(HISTORY)
     assert (await refused(client.length(session_id))).reason == "NOT_FOUND SESSION_NOT_FOUND"
-
-
-@pytest.mark.hostile
-async def test_a_client_that_does_not_read_loses_its_generate_and_not_its_session(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(service, "STALL_SECONDS", 0.2)
-    # The smallest windows a client can ask for, so that a few thousand unread frames block the stream.
-    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1))
-    async with serving(engine) as handle, connected(handle, options=narrow) as client:
-        session_id = await client.open_endless()
-        stream = client.stream(
-            pb.GenerateRequest(session_id=session_id, max_tokens=FOREVER, token_details=True, logprobs=True)
-        )
-        await stream.read()
-        await until_free(engine, session_id)
-        details = await refused(read_rest(stream))
-        assert details.reason == "RESOURCE_EXHAUSTED SLOW_CONSUMER"
-        assert len(await client.generate(session_id)) == 8
 
 
 # -- one session, several callers -------------------------------------------------------------------------------------

@@ -278,10 +278,12 @@ async def test_a_newer_stream_takes_over_and_the_older_ones_end_stops_nothing(
     assert again == undisturbed[3:]
 
 
-async def test_a_client_that_did_not_read_is_reported_where_it_was_and_gets_the_rest(
+@pytest.mark.hostile
+async def test_a_client_that_did_not_read_loses_its_generate_and_not_its_session_and_gets_the_rest(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "STALL_SECONDS", 0.2)
+    # The smallest windows a client can ask for, so that a few thousand unread frames block the stream.
     narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1))
     async with serving(engine) as handle, connected(handle, options=narrow) as client:
         session_id = await client.open_endless()

@@ -8,7 +8,7 @@ import itertools
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -25,19 +25,12 @@ from inference_engine.server.http import client_connection as connection
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle, start_server
 from tests.server import certificates
-from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http, tiny_chat
+from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http
 from tests.server.wire import TIMEOUT_SECONDS
 
 KEY = "k" * 32
 MAX_BODY_BYTES = 4096
 MODELS, HEALTH, METRICS, WHY = "/v1/models", "/healthz", "/metrics", "/deprecation"
-
-
-@pytest.fixture
-def chat() -> Iterator[ChatText]:
-    chat = tiny_chat()
-    yield chat
-    chat.close()
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -12,7 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle
 from tests.further import FURTHER
-from tests.server.http.client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http, tiny_chat
+from tests.server.http.client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http
 from tests.tiny import tiny_engine
 from tests.tiny_folder import END, tiny_tokenizer
 
@@ -32,24 +32,11 @@ TOKENS = 24
 
 
 @pytest.fixture
-def chat() -> Iterator[ChatText]:
-    chat = tiny_chat()
-    yield chat
-    chat.close()
-
-
-@pytest.fixture
 async def server(engine: Engine, chat: ChatText) -> AsyncIterator[ServerHandle]:
     async with serving_http(engine, chat) as handle:
         yield handle
         # Whatever a test asked for, nothing of it is left.
         assert await left_nothing(engine)
-
-
-@pytest.fixture
-async def client(server: ServerHandle) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai_client(server) as client:
-        yield client
 
 
 def on_the_wire(draw: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -26,7 +26,6 @@ from tests.server.http.client import (
     left_nothing,
     openai_client,
     serving_http,
-    tiny_chat,
 )
 from tests.tiny import tiny_engine
 from tests.tiny_folder import tiny_tokenizer
@@ -34,13 +33,6 @@ from tests.tiny_folder import tiny_tokenizer
 pytestmark = pytest.mark.hostile
 
 MAX_BODY_BYTES = 4096
-
-
-@pytest.fixture
-def chat() -> Iterator[ChatText]:
-    chat = tiny_chat()
-    yield chat
-    chat.close()
 
 
 @pytest.fixture
