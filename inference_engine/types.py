@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from inference_engine.errors import InvalidArgument, InvalidConstraint
 
 MAX_STOP_TOKEN_IDS = 64
@@ -69,26 +72,62 @@ def _require(condition: bool, name: str, message: str) -> None:
         raise InvalidArgument(name, message)
 
 
+# Counts are checked by themselves, too: before a message's ids become objects.
+
+
+def check_logit_bias(count: int) -> None:
+    _require(count <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries, got {count}")
+
+
+def check_stop_token_ids(count: int) -> None:
+    _require(count <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}, got {count}")
+
+
+def check_stop_sequences(count: int, lengths: Iterable[int]) -> None:
+    _require(count <= MAX_STOP_SEQUENCES, "stop_sequences", f"at most {MAX_STOP_SEQUENCES}, got {count}")
+    given = list(lengths)
+    _require(all(given), "stop_sequences", "one of them is empty; each needs an id at least")
+    _require(
+        sum(given) <= MAX_STOP_SEQUENCE_IDS,
+        "stop_sequences",
+        f"at most {MAX_STOP_SEQUENCE_IDS} ids in all of them together, got {sum(given)}",
+    )
+
+
+def check_choices(count: int, lengths: Iterable[int]) -> None:
+    if not 1 <= count <= MAX_CHOICES:
+        raise InvalidConstraint(f"choice: must be 1 to {MAX_CHOICES} lists of ids, got {count}")
+    given = list(lengths)
+    if not all(given):
+        raise InvalidConstraint("choice: a list of ids is empty")
+    if sum(given) > MAX_CHOICE_IDS:
+        raise InvalidConstraint(f"choice: at most {MAX_CHOICE_IDS} ids in all lists together, got {sum(given)}")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """A set of token ids as ranges, each from its first id to the one behind its last: ascending, and apart."""
+    """A set of token ids as ranges: ascending, and apart. As bytes: there may be many, and sets are compared."""
 
-    ranges: tuple[tuple[int, int], ...]
+    packed: bytes
 
     @staticmethod
-    def of(token_ids: Iterable[int] = (), ranges: Iterable[tuple[int, int]] = ()) -> TokenSet:
-        """Equal sets are equal, however they are given. An empty range holds nothing."""
-        joined: list[tuple[int, int]] = []
-        for first, behind in sorted([*((one, one + 1) for one in token_ids), *ranges]):
-            if first < behind:
-                if joined and first <= joined[-1][1]:
-                    joined[-1] = joined[-1][0], max(behind, joined[-1][1])
-                else:
-                    joined.append((first, behind))
-        return TokenSet(tuple(joined))
+    def of(token_ids: ArrayLike = (), ranges: ArrayLike = ()) -> TokenSet:
+        """Equal sets are equal, however they are given. ranges: [n, 2], the first id and the one behind the last; an
+        empty range holds nothing.
+        """
+        ids, given = np.array(token_ids, dtype=np.int64), np.array(ranges, dtype=np.int64).reshape(-1, 2)
+        given = given[given[:, 0] < given[:, 1]]
+        firsts = np.sort(np.concatenate([ids, given[:, 0]]))
+        behind = np.sort(np.concatenate([ids + 1, given[:, 1]]))
+        # One by one in order: where a range begins behind as many ends as there were beginnings, none is open.
+        apart = firsts[1:] > behind[:-1]
+        is_first, is_last = np.append(True, apart)[: len(firsts)], np.append(apart, True)[: len(firsts)]
+        return TokenSet(np.stack([firsts[is_first], behind[is_last]], axis=1).tobytes())
 
-    def __contains__(self, token_id: int) -> bool:
-        return any(first <= token_id < behind for first, behind in self.ranges)
+    @property
+    def ranges(self) -> NDArray[np.int64]:
+        """[n, 2]: the first id of each and the one behind its last."""
+        return np.frombuffer(self.packed, dtype=np.int64).reshape(-1, 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +175,7 @@ class Sampling:
                 name,
                 f"must be from -{LARGEST_PENALTY:g} to {LARGEST_PENALTY:g}, got {_shown(value)}",
             )
-        _require(
-            len(self.logit_bias) <= MAX_LOGIT_BIAS,
-            "logit_bias",
-            f"at most {MAX_LOGIT_BIAS} entries, got {len(self.logit_bias)}",
-        )
+        check_logit_bias(len(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             _require(
                 math.isfinite(bias) and abs(bias) <= 1000.0,
@@ -197,12 +232,7 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if self.kind is ConstraintKind.CHOICE:
-            if not 1 <= len(self.choices) <= MAX_CHOICES:
-                raise InvalidConstraint(f"choice: must be 1 to {MAX_CHOICES} lists of ids, got {len(self.choices)}")
-            if not all(self.choices):
-                raise InvalidConstraint("choice: a list of ids is empty")
-            if (ids := sum(map(len, self.choices))) > MAX_CHOICE_IDS:
-                raise InvalidConstraint(f"choice: at most {MAX_CHOICE_IDS} ids in all lists together, got {ids}")
+            check_choices(len(self.choices), map(len, self.choices))
         elif not self.source:
             raise InvalidConstraint(f"{self.kind.value}: it is empty")
         elif (size := len(self.source.encode("utf-8", "surrogatepass"))) > MAX_CONSTRAINT_BYTES:
@@ -241,23 +271,8 @@ class GenerateParams:
             f"must be from 0 to {MAX_TOP_LOGPROBS}, got {self.top_logprobs}",
         )
         _require(self.logprobs or not self.top_logprobs, "top_logprobs", "needs logprobs, too; set both")
-        _require(
-            len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            "stop_token_ids",
-            f"at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}",
-        )
-        _require(
-            len(self.stop_sequences) <= MAX_STOP_SEQUENCES,
-            "stop_sequences",
-            f"at most {MAX_STOP_SEQUENCES}, got {len(self.stop_sequences)}",
-        )
-        _require(all(self.stop_sequences), "stop_sequences", "one of them is empty; each needs an id at least")
-        ids = sum(map(len, self.stop_sequences))
-        _require(
-            ids <= MAX_STOP_SEQUENCE_IDS,
-            "stop_sequences",
-            f"at most {MAX_STOP_SEQUENCE_IDS} ids in all of them together, got {ids}",
-        )
+        check_stop_token_ids(len(self.stop_token_ids))
+        check_stop_sequences(len(self.stop_sequences), map(len, self.stop_sequences))
 
 
 # Token ids and natural log-probabilities under the raw logits, the likeliest first; of equals the lower id.

@@ -23,6 +23,7 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -113,65 +114,78 @@ class ChoiceGrammar:
 
     def __init__(self, choices: Sequence[Sequence[int]], vocab_size: int) -> None:
         self.choices = sorted({tuple(choice) for choice in choices})
-        self.mask_bytes = -(-vocab_size // 8)
+        self.vocab_size = vocab_size
 
     def start(self) -> ChoiceAutomaton:
         return ChoiceAutomaton(self)
 
 
 class ChoiceAutomaton:
-    """Implements Automaton: the ids so far, and which lists begin with them."""
+    """Implements Automaton: the ids so far, and which lists begin with them: neighbours, since lists are in order."""
 
     broken = ""
 
     def __init__(self, grammar: ChoiceGrammar) -> None:
-        self._mask_bytes = grammar.mask_bytes
-        self._ids: list[int] = []
-        self._left = [grammar.choices]  # after each number of ids
+        self._choices, self._vocab_size = grammar.choices, grammar.vocab_size
+        self._left = [(0, len(grammar.choices))]  # after each number of ids: from one list to the one behind the last
+
+    @property
+    def _place(self) -> int:
+        """How many ids there are so far."""
+        return len(self._left) - 1
 
     @property
     def is_over(self) -> bool:
-        return len(self._left[-1]) == 1 and self.may_end
+        first, behind = self._left[-1]
+        return behind - first == 1 and self.may_end
 
     @property
     def may_end(self) -> bool:
-        return any(len(choice) == len(self._ids) for choice in self._left[-1])
+        first, _ = self._left[-1]  # the shortest
+        return len(self._choices[first]) == self._place
 
     def consume(self, token_id: int) -> bool:
-        place = len(self._ids)
-        left = [choice for choice in self._left[-1] if choice[place : place + 1] == (token_id,)]
-        if left:
-            self._ids.append(token_id)
+        left = self._after(self._left[-1], self._place, token_id)
+        if left is not None:
             self._left.append(left)
-        return bool(left)
+        return left is not None
+
+    def _after(self, left: tuple[int, int], place: int, token_id: int) -> tuple[int, int] | None:
+        """Which lists have the id there."""
+
+        def id_of(choice: tuple[int, ...]) -> int:
+            return choice[place] if place < len(choice) else -1
+
+        first = bisect_left(self._choices, token_id, *left, key=id_of)
+        behind = bisect_right(self._choices, token_id, first, left[1], key=id_of)
+        return (first, behind) if first < behind else None
 
     def fitting(self, token_ids: Sequence[int]) -> int:
-        place = len(self._ids)
-        lengths = range(len(token_ids), -1, -1)
-        return next(
-            count
-            for count in lengths
-            if not count or any(choice[place : place + count] == tuple(token_ids[:count]) for choice in self._left[-1])
-        )
+        left = self._left[-1]
+        for count, token_id in enumerate(token_ids):
+            after = self._after(left, self._place + count, token_id)
+            if after is None:
+                return count
+            left = after
+        return len(token_ids)
 
     def roll_back(self, count: int) -> None:
         if count:
-            del self._ids[-count:], self._left[-count:]
+            del self._left[-count:]
 
     def forced(self) -> Sequence[int]:
-        first, last = self._left[-1][0], self._left[-1][-1]  # in order: what these have in common, all have
-        place = until = len(self._ids)
-        while until < min(len(first), len(last)) and first[until] == last[until]:
+        first, behind = self._left[-1]  # in order: what the first and the last have in common, all have
+        one, other = self._choices[first], self._choices[behind - 1]
+        place = until = self._place
+        while until < min(len(one), len(other)) and one[until] == other[until]:
             until += 1
-        return first[place:until]
+        return one[place:until]
 
     def mask(self) -> Mask:
-        place = len(self._ids)
-        bits = np.zeros(self._mask_bytes, dtype=np.uint8)
-        for choice in self._left[-1]:
-            if place < len(choice):
-                bits[choice[place] >> 3] |= 1 << (choice[place] & 7)
-        return bits
+        place, (first, behind) = self._place, self._left[-1]
+        bits = np.zeros(self._vocab_size, dtype=np.bool_)
+        bits[[choice[place] for choice in self._choices[first:behind] if place < len(choice)]] = True
+        return np.packbits(bits, bitorder="little")
 
 
 class TextGrammar:

@@ -140,8 +140,8 @@ class Arguments:
         sampling = params.sampling
         for field in ("allowed_token_ids", "banned_token_ids"):
             token_ids: TokenSet | None = getattr(sampling, field)
-            if token_ids is not None and token_ids.ranges:
-                self.check_ids(field, [token_ids.ranges[0][0], token_ids.ranges[-1][1] - 1])
+            if token_ids is not None and token_ids.packed:
+                self.check_ids(field, [token_ids.ranges[0, 0], token_ids.ranges[-1, 1] - 1])
         permitted = permitted_by(sampling, self._vocab_size)
         if permitted is None:
             return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from inference_engine.kernels.cpu_sampling import MOST
 from inference_engine.kernels.transfer import on_device
-from inference_engine.types import Sampling
+from inference_engine.types import Sampling, TokenSet
 
 Mask = NDArray[np.uint8]  # [ceil(V / 8)]: a bit for each id, the lowest first, set if it may be drawn
 
@@ -166,11 +166,18 @@ def permitted_by(sampling: Sampling, vocab: int) -> NDArray[np.bool_] | None:
     """Which ids [V] may be drawn by the sampling's own sets; None: all."""
     if sampling.allowed_token_ids is None and sampling.banned_token_ids is None:
         return None
-    permitted = np.full(vocab, sampling.allowed_token_ids is None)
-    for token_ids, may in ((sampling.allowed_token_ids, True), (sampling.banned_token_ids, False)):
-        for first, behind in () if token_ids is None else token_ids.ranges:
-            permitted[first:behind] = may
-    return permitted
+    allowed, banned = sampling.allowed_token_ids, sampling.banned_token_ids
+    permitted = np.ones(vocab, dtype=np.bool_) if allowed is None else _members(allowed, vocab)
+    return permitted if banned is None else permitted & ~_members(banned, vocab)
+
+
+def _members(token_ids: TokenSet, vocab: int) -> NDArray[np.bool_]:
+    """[V]; ids beyond the vocabulary are left out."""
+    firsts, behind = token_ids.ranges.clip(max=vocab).T
+    edges = np.zeros(vocab + 1, dtype=np.bool_)
+    edges[firsts] = True  # ranges are apart, so no edge is another's
+    edges[behind] = True
+    return np.logical_xor.accumulate(edges[:vocab])
 
 
 def ids_in(mask: Mask, vocab: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -114,7 +115,7 @@ class RuntimeService:
         with self._engine.carrying(owner, len(request.token_ids)):
             # Too many ids are refused by their count, before they are converted.
             too_many = len(request.token_ids) > self._max_append_tokens
-            token_ids = request.token_ids if too_many else await convert.token_ids_from_wire(request.token_ids)
+            token_ids = request.token_ids if too_many else convert.token_ids_from_wire(request.token_ids)
             # The call may have to wait, and a message takes three times the memory of its ids.
             del request
 
@@ -133,11 +134,12 @@ class RuntimeService:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         owner = caller()
         resume_from = convert.optional(request, "resume_from")
+        params = functools.cache(partial(self._params, request, owner))  # ids are converted once
 
         def start() -> Generation:
             return self._engine.generate(
                 request.session_id,
-                self._params(request, owner),
+                params(),
                 request_id=request.request_id,
                 resume_from=resume_from,
                 owner=owner,
@@ -150,7 +152,7 @@ class RuntimeService:
                 heartbeat = Heartbeat(context.write, convert.progress_to_wire(), seconds)
                 await stack.enter_async_context(heartbeat)
             if request.HasField("constraint"):
-                await self._compile_constraint(request, owner)
+                await self._compile_constraint(request.session_id, params, owner)
             generation = await self._on_session(request.session_id, start)
             feed = Feed(generation, self._loop_waker())
             with self._supervised(generation, feed, context) as stall:
@@ -424,15 +426,15 @@ class RuntimeService:
             self._engine.session_info(request.session_id, owner=owner)
             raise
 
-    async def _compile_constraint(self, request: pb.GenerateRequest, owner: str) -> None:
+    async def _compile_constraint(self, session_id: str, params: Callable[[], GenerateParams], owner: str) -> None:
         """Have the constraint of a Generate compiled, which may take long, before it is begun."""
 
         def compile_it() -> Future[Any]:
-            self._engine.session_info(request.session_id, owner=owner)
-            return self._engine.compile_constraint(self._params(request, owner), owner=owner)
+            self._engine.session_info(session_id, owner=owner)
+            return self._engine.compile_constraint(params(), owner=owner)
 
         # Others may wait for the same one: that this call is left ends it for none of them.
-        compiled = asyncio.wrap_future(await self._on_session(request.session_id, compile_it))
+        compiled = asyncio.wrap_future(await self._on_session(session_id, compile_it))
         compiled.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where the client has left
         await asyncio.shield(compiled)
 

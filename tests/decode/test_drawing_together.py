@@ -16,7 +16,7 @@ from inference_engine.kernels import filters
 from inference_engine.kernels.filters import Filters, draw, logprobs
 from inference_engine.kernels.graph_io import PLAIN_ENDS
 from inference_engine.kernels.gumbel_noise import key
-from inference_engine.kernels.sampler import Sampler
+from inference_engine.kernels.sampler import Sampler, permitted_by
 from inference_engine.kernels.sampling import Draw, Draws, draw_all, start_drawing
 from inference_engine.kv.strategies.full import Full
 from inference_engine.types import MAX_SEED, GenerateParams, Mode, Sampling, TokenSet
@@ -251,6 +251,25 @@ def test_sessions_with_different_samplings_generate_in_one_step_what_each_genera
         together = said_together(engine, 12)
     for place, (expected, got) in enumerate(zip(alone, together, strict=True)):
         assert got == [(token, reported if place % 2 == 0 else None) for token, reported in expected]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 39), max_size=30),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5),
+)
+def test_a_set_holds_its_ids_and_ranges_and_is_equal_to_the_same_ids(
+    token_ids: list[int], ranges: list[tuple[int, int]]
+) -> None:
+    held = {*token_ids, *itertools.chain(*(range(*each) for each in ranges))}
+    found = TokenSet.of(token_ids, ranges)
+    assert found == TokenSet.of(sorted(held))
+    for sampling, expected in (
+        (Sampling(allowed_token_ids=found), held),
+        (Sampling(banned_token_ids=found), {*range(40)} - held),
+    ):
+        permitted = permitted_by(sampling, 40)
+        assert permitted is not None and {*permitted.nonzero()[0].tolist()} == expected
 
 
 @pytest.mark.parametrize("permitted", [1, 40, 12_000])
