@@ -49,6 +49,7 @@ OWN_KEY = ((b"authorization", f"Bearer {KEY}".encode()),)
 METADATA = (("authorization", f"Bearer {KEY}"),)
 MESSAGE_BYTES = 4 * 2**20
 STOP_IDS = 1_000_000  # 4 MiB of them
+SET_NUMBERS = 65_536  # of a set, the most that are taken
 UNREAD_STREAMS = 100
 HISTORY_APPENDS = 30  # of 65,536 ids each: a copy of them all is 10 MB, or 20 with its journal
 FORKS = 30  # at the same time
@@ -376,20 +377,52 @@ def forks_of_a_long_history(target: str, seconds: float) -> int:
 
 def dear_constraints(target: str, seconds: float) -> int:
     """Generates under constraints that take work to compile, to match, or both; a new one each time."""
+
+    def asked(number: int, _: int) -> Iterator[pb.GenerateRequest]:
+        return (pb.GenerateRequest(constraint=each, temperature=5.0) for each in _dear_constraints(number))
+
+    return _generates(target, seconds, asked)
+
+
+def many_ids(target: str, seconds: float) -> int:
+    """Generates that name as many ids as they may, and as fit into a message, in every field that has any."""
+    return _generates(target, seconds, _many_ids)
+
+
+def _generates(target: str, seconds: float, asked: Callable[[int, int], Iterator[pb.GenerateRequest]]) -> int:
+    """One after another of what `asked` gives by the number of those before and the vocabulary's size."""
     sent, ends = 0, time.monotonic() + seconds
     options: dict[str, Any] = {"metadata": METADATA, "timeout": 10.0}
     with grpc.insecure_channel(target) as channel:
         stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        vocabulary = stub.GetServerInfo(pb.GetServerInfoRequest(), **options).vocab_size
         session = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=900), **options).session_id
         stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2, 3]), **options)
         while time.monotonic() < ends:
-            for constraint in _dear_constraints(sent):
-                request = pb.GenerateRequest(session_id=session, max_tokens=40, constraint=constraint, temperature=5.0)
+            for request in asked(sent, vocabulary):
+                request.session_id, request.max_tokens = session, 40
                 with contextlib.suppress(grpc.RpcError):
                     list(stub.Generate(request, **options))
                 sent += 1
         _close(stub, session)
     return sent
+
+
+def _many_ids(number: int, vocabulary: int) -> Iterator[pb.GenerateRequest]:
+    """Sets, biases, stops and choices, of what is taken and of what is refused; `number` makes each another one."""
+    ids = [(at * 7 + number) % vocabulary for at in range(SET_NUMBERS)]
+    apart = list(range(number % 2, 2 * SET_NUMBERS, 2))
+    yield pb.GenerateRequest(allowed_token_ids=pb.TokenSet(token_ids=ids))
+    yield pb.GenerateRequest(banned_token_ids=pb.TokenSet(token_ids=[each for each in ids if each % 2]))
+    yield pb.GenerateRequest(allowed_token_ids=pb.TokenSet(token_ids=apart))
+    yield pb.GenerateRequest(banned_token_ids=pb.TokenSet(ranges=apart))
+    yield pb.GenerateRequest(logit_bias=dict.fromkeys(ids[:1024], number % 7))
+    yield pb.GenerateRequest(logit_bias=dict.fromkeys(range(20_000), 1.0))
+    yield pb.GenerateRequest(stop_sequences=[pb.TokenIds(token_ids=ids[:16])] * 64)
+    yield pb.GenerateRequest(stop_sequences=[pb.TokenIds()] * 90_000)
+    choices = [pb.TokenIds(token_ids=ids[at : at + 16]) for at in range(1024)]
+    yield pb.GenerateRequest(constraint=pb.Constraint(choice=pb.TokenChoice(choices=choices)))
+    yield pb.GenerateRequest(constraint=pb.Constraint(choice=pb.TokenChoice(choices=[pb.TokenIds()] * 90_000)))
 
 
 def _dear_constraints(number: int) -> Iterator[pb.Constraint]:
@@ -437,6 +470,7 @@ WITH_KEY: dict[str, Attack] = {
     "streams that are not read": unread_streams,
     "forks of a long history": forks_of_a_long_history,
     "constraints that are dear": dear_constraints,
+    "as many ids as a Generate may name": many_ids,
 }
 ATTACKS = WITHOUT_KEY | WITH_KEY
 

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +245,11 @@ def burst(watched: Watched, source: str) -> tuple[dict[str, float], dict[str, fl
     return compared(calm, attacked, most - held), held_of
 
 
-def measure(rounds: int, seconds: float) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]]]:
+def measure(
+    rounds: int, seconds: float, chosen: Sequence[str]
+) -> tuple[dict[str, list[dict[str, float]]], list[dict[str, float]]]:
     found: dict[str, list[dict[str, float]]] = {BURST: []}
-    names = (NOTHING, SPIN, *ATTACKS, *(f"{name}{BESIDE}" for name in REPEATED))
+    names = (NOTHING, SPIN, *chosen, *(f"{name}{BESIDE}" for name in REPEATED if name in chosen))
     paired: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     attackers = addresses()
     each: list[dict[str, float]] = []
@@ -311,6 +313,7 @@ def free_port() -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", choices=("grpc", "http"), default="grpc", help="which one is attacked")
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, metavar="NAME", help="on gRPC (default: all)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument(
         "--seconds", type=float, default=1.0, metavar="S", help="in calm, and as many beside the attack"
@@ -323,7 +326,7 @@ def main(options: argparse.Namespace, _save: Save) -> dict[str, Any]:
     if options.port == "http":
         found = measure_http(options.rounds, options.seconds)
     else:
-        found, each = measure(options.rounds, options.seconds)
+        found, each = measure(options.rounds, options.seconds, options.attacks or tuple(ATTACKS))
         connections = {"connections": CONNECTIONS, "calls_of_connection": CALLS_OF_CONNECTION}
         held, call = "bytes of a connection without a call", "bytes of a call that is headers alone, at most"
         values[held] = record.summarize([one["connection"] / 1024 for one in each], "KiB")
