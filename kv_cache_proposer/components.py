@@ -9,16 +9,15 @@ They are loaded whole or not at all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference_engine.errors import ModelError
 from inference_engine.kernels.components import KeyComponents
-from kv_cache_proposer.stored import StoredKind
+from kv_cache_proposer.stored import CalibrationManifest, StoredKind
 
 TENSORS, MANIFEST = "components.safetensors", "components.json"
 _PARTS = ("mean", "basis", "deviations")
@@ -45,23 +44,7 @@ _STORED = StoredKind(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComponentsManifest:
-    """What stored components say of themselves.
-
-    target_digest: of the weights they were calibrated for. recipe, seeds, commit, metrics: how to make them again, and
-    what was measured.
-    """
-
-    target_digest: str
-    calibration_tokens: int
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=dict)
-    commit: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def save_components(components: Mapping[int, KeyComponents], folder: Path, manifest: ComponentsManifest) -> None:
+def save_components(components: Mapping[int, KeyComponents], folder: Path, manifest: CalibrationManifest) -> None:
     """Write both files, the manifest last: a folder without it holds nothing."""
     tensors = {
         f"layer.{layer}.{part}": getattr(found, part).cpu().contiguous()
@@ -71,11 +54,11 @@ def save_components(components: Mapping[int, KeyComponents], folder: Path, manif
     _STORED.save(folder, tensors, {**asdict(manifest), "layers": list(components)})
 
 
-def load_components(folder: Path, *, target_digest: str) -> tuple[dict[int, KeyComponents], ComponentsManifest]:
+def load_components(folder: Path, *, target_digest: str) -> tuple[dict[int, KeyComponents], CalibrationManifest]:
     """By layer. Raises ForeignComponents for another model's, ComponentsError for what is missing or damaged."""
     content = _STORED.read_manifest(folder)
     with _STORED.parsing(folder):
-        manifest = ComponentsManifest(**{name: content[name] for name in ComponentsManifest.__dataclass_fields__})
+        manifest = CalibrationManifest.of(content)
         layers, stated_sha256 = [int(layer) for layer in content["layers"]], str(content["tensors_sha256"])
     _STORED.check_target(folder, manifest.target_digest, target_digest)
     tensors = _STORED.read_tensors(folder, stated_sha256)

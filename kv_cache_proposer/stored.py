@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,33 @@ from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.folder import read_json
 from inference_engine.models.safetensors_header import check_safetensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredManifest:
+    """What stored tensors say of themselves.
+
+    target_digest: of the weights that they were made for, in the caller's own form. recipe, seeds, commit, metrics: how
+    to make them again, and what was measured.
+    """
+
+    target_digest: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    commit: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> Self:
+        """Raises KeyError for what is missing."""
+        return cls(**{name: content[name] for name in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CalibrationManifest(StoredManifest):
+    """Of what was calibrated on so many tokens."""
+
+    calibration_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,10 +11,8 @@ It is loaded whole or not at all, and only beside the weights it was trained for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +21,7 @@ from torch import Tensor
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
-from kv_cache_proposer.stored import StoredKind
+from kv_cache_proposer.stored import StoredKind, StoredManifest
 
 TENSORS, MANIFEST = "drafter.safetensors", "drafter.json"
 _STORED = StoredKind(
@@ -45,18 +43,7 @@ _LEVELS = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38,
 _SHRINKS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of a group's largest number, by which its scale is tried
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterManifest:
-    """What a stored drafter says of itself. recipe, seeds, commit: what it takes to make it again."""
-
-    target_digest: str
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=dict)
-    commit: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def save_drafter(network: DFlashNetwork, folder: Path, manifest: DrafterManifest) -> None:
+def save_drafter(network: DFlashNetwork, folder: Path, manifest: StoredManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no drafter."""
     tensors: dict[str, Tensor] = {}
     for name, tensor in network.state_dict().items():
@@ -70,11 +57,11 @@ def load_drafter(
     target_digest: str,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-) -> tuple[DFlashNetwork, DrafterManifest]:
+) -> tuple[DFlashNetwork, StoredManifest]:
     """Raises ForeignDrafter for another model's, ModelError naming what is missing, damaged or of wrong shape."""
     content = _STORED.read_manifest(folder)
     with _STORED.parsing(folder):
-        manifest = DrafterManifest(**{name: content[name] for name in DrafterManifest.__dataclass_fields__})
+        manifest = StoredManifest.of(content)
         config, stated_sha256 = DFlashConfig.from_json(content["network"]), str(content["tensors_sha256"])
     _STORED.check_target(folder, manifest.target_digest, target_digest)
     tensors = _STORED.read_tensors(folder, stated_sha256)

@@ -10,11 +10,9 @@ What was saved is what is loaded, bit for bit, and it is loaded whole or not at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.group_layout import Group, LayerShape
 from kv_cache_proposer.f_theta.levels import MAX_BITS
-from kv_cache_proposer.stored import StoredKind
+from kv_cache_proposer.stored import CalibrationManifest, StoredKind
 
 TENSORS, MANIFEST = "latent.safetensors", "latent.json"
 _STORED = StoredKind(
@@ -41,23 +39,7 @@ _STORED = StoredKind(
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LatentManifest:
-    """What a stored codec says of itself.
-
-    target_digest: of the weights it was calibrated for, in the caller's own form. recipe, seeds, commit, metrics:
-    whatever a reader needs to make it again and to compare.
-    """
-
-    target_digest: str
-    calibration_tokens: int
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=dict)
-    commit: str = ""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-def save_codec(codec: LatentCodec, folder: Path, manifest: LatentManifest) -> None:
+def save_codec(codec: LatentCodec, folder: Path, manifest: CalibrationManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no codec."""
     content = {
         **asdict(manifest),
@@ -78,7 +60,7 @@ class StatedCodec:
     """
 
     folder: Path
-    manifest: LatentManifest
+    manifest: CalibrationManifest
     groups: tuple[Group, ...]
     bytes_per_token: int
     bits: str
@@ -101,7 +83,7 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
     with _STORED.parsing(folder):
         codec = StatedCodec(
             folder=folder,
-            manifest=LatentManifest(**{name: content[name] for name in LatentManifest.__dataclass_fields__}),
+            manifest=CalibrationManifest.of(content),
             groups=tuple(Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]),
             bytes_per_token=int(content["bytes_per_token"]),
             bits=str(content["bits"]),

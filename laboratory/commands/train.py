@@ -143,8 +143,9 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.compose import latent_folder, open_backend
     from inference_engine.kv.archives.latent import default_bytes_per_token, latent_layers
     from inference_engine.models import check_model, load_model, tokenizer_folder, weights_digest
-    from kv_cache_proposer.f_theta.codec_files import LatentManifest, save_codec
+    from kv_cache_proposer.f_theta.codec_files import save_codec
     from kv_cache_proposer.f_theta.fit import components_sought
+    from kv_cache_proposer.stored import CalibrationManifest
     from laboratory.evaluation.models import load_tokenizer, open_target
     from laboratory.evaluation.record import running_commit
     from laboratory.training.calibration_cost import CalibrationCost
@@ -259,7 +260,7 @@ def run(args: argparse.Namespace) -> int:
             advance=partial(progress.advance, task),
         )
     loss = measure(loaded.model, torch.split(test, _BATCH_SEQUENCES), codec)
-    manifest = LatentManifest(
+    manifest = CalibrationManifest(
         target_digest=weights_digest(checked),
         calibration_tokens=calibration.numel(),
         recipe={

@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
     # They import torch, which a model that is not there does not wait for.
     from inference_engine.compose import components_folder, open_backend
-    from kv_cache_proposer.components import ComponentsManifest, save_components
+    from kv_cache_proposer.components import save_components
+    from kv_cache_proposer.stored import CalibrationManifest
     from laboratory.evaluation.models import load_tokenizer
     from laboratory.training.calibration_text import gather_plain
     from laboratory.training.components import fit_components
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     with Progress(console=console) as progress:
         task = progress.add_task(f"prefilling {sequences.numel():,} tokens", total=sequences.numel())
         components = fit_components(forward, sequences, advance=partial(progress.advance, task))
-    manifest = ComponentsManifest(
+    manifest = CalibrationManifest(
         target_digest=weights_digest(checked),
         calibration_tokens=sequences.numel(),
         recipe={"tokens": text.tokens(), "own_text": bool(args.text)},

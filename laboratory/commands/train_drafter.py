@@ -93,8 +93,9 @@ def run(args: argparse.Namespace) -> int:
     from inference_engine.backends.base import use_threads
     from inference_engine.compose import drafter_folder
     from inference_engine.models import check_model, load_model, weights_digest
-    from kv_cache_proposer.dflash.drafter_files import DrafterManifest, load_drafter, save_drafter
+    from kv_cache_proposer.dflash.drafter_files import load_drafter, save_drafter
     from kv_cache_proposer.dflash.target import words_of
+    from kv_cache_proposer.stored import StoredManifest
     from laboratory.evaluation.record import running_commit
     from laboratory.training.corpus_store import read_manifest, read_texts
     from laboratory.training.drafter import DrafterPlan, read_log, train
@@ -148,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
         report=_report,
         begins_ready=args.begin not in (_BEGIN_RANDOM, _BEGIN_TARGET),
     )
-    made = DrafterManifest(
+    made = StoredManifest(
         target_digest=digest,
         recipe={
             **_recipe(plan, began, progress.steps, sum(corpus.tokens for corpus in corpora)),
@@ -164,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
     for kind, held_out in _held_out(texts, args.measured_texts, args.seed).items():
         length = acceptance_length(loaded.model, stored, words, text_set(held_out).batches(_MEASURED_AT_ONCE))
         metrics[f"acceptance_length_{kind}"] = round(length, 3)
-    save_drafter(network, out, DrafterManifest(**{**asdict(made), "metrics": metrics}))
+    save_drafter(network, out, StoredManifest(**{**asdict(made), "metrics": metrics}))
     if importlib.util.find_spec("matplotlib"):
         _draw(read_log(out / TRAINING), out / TRAINING / "progress.png")
     state = "finished" if progress.is_finished else "not finished; run the same command again to go on"

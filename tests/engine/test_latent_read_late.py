@@ -19,8 +19,9 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.store import SessionStore
 from inference_engine.types import GenerateParams
 from kv_cache_proposer.f_theta.codec_errors import LatentError
-from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, load_stated, read_stated, save_codec
+from kv_cache_proposer.f_theta.codec_files import TENSORS, load_stated, read_stated, save_codec
 from kv_cache_proposer.f_theta.lazy_codec import LateCodec, open_codec
+from kv_cache_proposer.stored import CalibrationManifest
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, text, tokens
 from tests.newer_strategy import registered
@@ -33,7 +34,7 @@ LONG = GenerateParams(max_tokens=8)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save_codec(tiny_latent(), tmp_path / "latent", LatentManifest(target_digest=DIGEST, calibration_tokens=2048))
+    save_codec(tiny_latent(), tmp_path / "latent", CalibrationManifest(target_digest=DIGEST, calibration_tokens=2048))
     return tmp_path / "latent"
 
 
@@ -98,7 +99,7 @@ def test_a_damaged_codec_is_refused_by_name_to_the_sessions_that_need_it_alone(
 def test_a_codec_that_is_replaced_after_the_start_is_not_used(folder: Path) -> None:
     late = opened(folder)
     tensors = load_file(folder / TENSORS)
-    save_codec(tiny_latent(seed=1), folder, LatentManifest(target_digest=DIGEST, calibration_tokens=2048))
+    save_codec(tiny_latent(seed=1), folder, CalibrationManifest(target_digest=DIGEST, calibration_tokens=2048))
     assert set(load_file(folder / TENSORS)) == set(tensors)
     with pytest.raises(LatentError, match="SHA-256"):
         late.at(LATENT_BYTES)

@@ -13,11 +13,12 @@ from kv_cache_proposer.f_theta import alone
 from kv_cache_proposer.f_theta.bit_allocation import allocate_uniformly
 from kv_cache_proposer.f_theta.codec import QUANTISERS, LatentCodec
 from kv_cache_proposer.f_theta.codec_errors import LatentError
-from kv_cache_proposer.f_theta.codec_files import LatentManifest, load_stated, read_stated, save_codec
+from kv_cache_proposer.f_theta.codec_files import load_stated, read_stated, save_codec
 from kv_cache_proposer.f_theta.components import PRECISIONS
 from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
+from kv_cache_proposer.stored import CalibrationManifest
 from tests.further import further
 from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 
@@ -77,7 +78,7 @@ def test_a_control_comes_back_from_disk_bit_for_bit(tmp_path: Path, basis: str, 
         bits="uniform",
         quantiser=quantiser,
     )
-    save_codec(codec, tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
+    save_codec(codec, tmp_path, CalibrationManifest(target_digest="5f", calibration_tokens=3000))
     loaded = load_stated(read_stated(tmp_path, target_digest="5f"))
     entries = make_entries(40)
     for size in (BYTES, 13):
@@ -97,7 +98,7 @@ def test_a_codec_keeps_the_kernels_it_was_given() -> None:
 
 @pytest.mark.parametrize("stated", ['"bits": "variance"', '"quantiser": "trellis"'])
 def test_an_unknown_method_of_coding_is_refused(tmp_path: Path, stated: str) -> None:
-    save_codec(made(), tmp_path, LatentManifest(target_digest="5f", calibration_tokens=3000))
+    save_codec(made(), tmp_path, CalibrationManifest(target_digest="5f", calibration_tokens=3000))
     manifest = tmp_path / "latent.json"
     manifest.write_text(manifest.read_text().replace(stated, stated.partition(":")[0] + ': "lottery"'))
     with pytest.raises(LatentError, match="lottery"):

@@ -9,19 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
-from kv_cache_proposer.f_theta.codec_files import (
-    MANIFEST,
-    TENSORS,
-    LatentManifest,
-    load_stated,
-    read_stated,
-    save_codec,
-)
+from kv_cache_proposer.f_theta.codec_files import MANIFEST, TENSORS, load_stated, read_stated, save_codec
 from kv_cache_proposer.f_theta.components import PRECISIONS
+from kv_cache_proposer.stored import CalibrationManifest
 from tests.kv_cache_proposer.correlated import make_codec, make_entries
 
 DIGEST = "5f" * 32
-MADE = LatentManifest(
+MADE = CalibrationManifest(
     target_digest=DIGEST, calibration_tokens=3000, recipe={"kinds": ["code", "chat"]}, seeds={"text": 3}, metrics={}
 )
 

@@ -11,7 +11,8 @@ import pytest
 from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.f_theta import lazy_codec as late
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, StatedCodec, load_stated, save_codec
+from kv_cache_proposer.f_theta.codec_files import TENSORS, StatedCodec, load_stated, save_codec
+from kv_cache_proposer.stored import CalibrationManifest
 from tests.server.wire import connected, refused, serving, until
 from tests.tiny import LATENT_BYTES, tiny_engine, tiny_latent
 
@@ -20,7 +21,7 @@ RESTORED = pb.Strategy(restored=pb.RestoredStrategy(window=32, source="latent", 
 
 
 async def test_other_sessions_go_on_while_the_codec_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_codec(tiny_latent(), tmp_path, LatentManifest(target_digest=DIGEST, calibration_tokens=2048))
+    save_codec(tiny_latent(), tmp_path, CalibrationManifest(target_digest=DIGEST, calibration_tokens=2048))
     begun, gate = threading.Event(), threading.Event()
 
     def slowly(stated: StatedCodec, **where: str) -> LatentCodec:
@@ -45,7 +46,7 @@ async def test_other_sessions_go_on_while_the_codec_is_read(tmp_path: Path, monk
 
 
 async def test_a_damaged_codec_is_an_argument_that_cannot_be_had(tmp_path: Path) -> None:
-    save_codec(tiny_latent(), tmp_path, LatentManifest(target_digest=DIGEST, calibration_tokens=2048))
+    save_codec(tiny_latent(), tmp_path, CalibrationManifest(target_digest=DIGEST, calibration_tokens=2048))
     whole = (tmp_path / TENSORS).read_bytes()
     (tmp_path / TENSORS).write_bytes(whole[:-1] + bytes([255 - whole[-1]]))
     with tiny_engine(latent=late.open_codec(tmp_path, target_digest=DIGEST)) as engine:

@@ -11,7 +11,8 @@ import pytest
 from inference_engine.cli.main import main
 from inference_engine.models import check_model, weights_digest
 from inference_engine.models.checksums import sha256_of
-from kv_cache_proposer.f_theta.codec_files import TENSORS, LatentManifest, save_codec
+from kv_cache_proposer.f_theta.codec_files import TENSORS, save_codec
+from kv_cache_proposer.stored import CalibrationManifest
 from laboratory.evaluation import fidelity
 from laboratory.evaluation.record import load
 from tests.further import further_test
@@ -76,7 +77,7 @@ def test_the_recorded_command_runs_and_gives_the_same_values(tiny_folder: Path, 
 
 def save_tiny_latent(model: Path, folder: Path) -> Path:
     kept = folder / "latent"
-    manifest = LatentManifest(
+    manifest = CalibrationManifest(
         target_digest=weights_digest(check_model(str(model), cache=folder)),
         calibration_tokens=2048,
         recipe={"basis": "fitted", "tokens": {"files": 2048}},
