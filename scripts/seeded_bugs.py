@@ -291,9 +291,9 @@ BUGS = (
     ),
     Bug(
         "the journal does not sync its log",
-        "inference_engine/session/journal_database.py",
-        "level = SYNCED if durability is Durability.POWER else NOT_SYNCED",
-        "level = NOT_SYNCED if durability is Durability.POWER else SYNCED",
+        "inference_engine/session/sqlite_journal.py",
+        "        if self.durability is Durability.POWER:\n            self._log.sync()\n",
+        "        pass\n",
         JOURNAL,
     ),
     Bug(

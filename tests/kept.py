@@ -42,19 +42,27 @@ def keeping(folder: Path, *, make: Any = scripted_engine, **settings: Any) -> It
 class Gated(SQLiteJournal):
     """A journal whose disk can be stopped, filled and broken.
 
-    is_full_disk: the disk has no more space than the journal's own reserve. raising: why nothing can be written.
+    gate: while it is closed the log is not synced, as on a slow disk; before: nothing is written. is_full_disk: the
+    disk has no more space than the journal's own reserve. raising: why nothing can be written.
     """
 
     def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
-        self.gate = threading.Event()
+        self.gate, self.before = threading.Event(), threading.Event()
         self.gate.set()
+        self.before.set()
+        self.is_syncing = threading.Event()
         self.is_full_disk = False
         self.raising: BaseException | None = None
         self.folder = folder
         super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
 
+    def _sync(self) -> None:
+        if not self.gate.is_set():
+            self.is_syncing.set()
+            self.gate.wait()
+
     def _transact(self, changes: Sequence[Change]) -> None:
-        self.gate.wait()
+        self.before.wait()
         if self.raising is not None:
             raise self.raising
         if self.is_full_disk and (self.folder / RESERVE).exists():
@@ -129,6 +137,7 @@ def gated(folder: Path) -> Iterator[tuple[Engine, Gated]]:
         finally:
             journal.raising, journal.is_full_disk = None, False
             journal.gate.set()
+            journal.before.set()
 
 
 def saved(engine: Engine) -> None:

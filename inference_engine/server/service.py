@@ -4,8 +4,8 @@ Unary engine calls take microseconds and run on the event loop. Waiting (for a b
 here, on the loop; the engine never waits for the server. Errors are raised as they are; `interceptors.py` maps them.
 
 Where sessions are kept, an answer and an error wait until what they say of their session is safe. A read says what is
-safe: it waits for what was done before it, unless the disk is full. What only the server knows waits for nothing. Calls
-that need what only the disk has wait on threads of their own.
+safe, and waits only for a change whose call has ended without its answer. What only the server knows waits for nothing.
+Calls that need what only the disk has wait on threads of their own.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ STALL_SECONDS = 30.0
 DEADLINE_MARGIN = 0.1
 MAX_DEADLINE_MARGIN_SECONDS = 0.1
 
-# A list waits so long for what was done before it, and then says what is safe. A client that asks about one session
-# gets no less than was done, so that it knows whether an append arrived.
+# A list waits so long for what was done before it, and then says what is safe.
 LIST_SECONDS = 0.05
 
 # Threads that wait for the disk. One reads at a time.
@@ -83,6 +82,7 @@ class RuntimeService:
         ).promised_bytes
         self._disk = ThreadPoolExecutor(DISK_THREADS, "kakeya-recall")  # starts them when they are needed
         self._awaited: dict[str, asyncio.Event] = {}  # by session, set when it becomes free
+        self._unanswered: set[str] = set()  # sessions that a call has changed whose client does not know it
         self._waker: LoopWaker | None = None  # of the loop that serves
 
     async def create_session(self, request: pb.CreateSessionRequest, context: Context) -> pb.CreateSessionResponse:
@@ -155,7 +155,7 @@ class RuntimeService:
                 await self._compile_constraint(request.session_id, params, owner)
             generation = await self._on_session(request.session_id, start)
             feed = Feed(generation, self._loop_waker())
-            with self._supervised(generation, feed, context) as stall:
+            with self._known_to_client(request.session_id), self._supervised(generation, feed, context) as stall:
                 await self._send(request.session_id, feed, convert.framer_for(request), context, stall, heartbeat)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
@@ -308,10 +308,22 @@ class RuntimeService:
             # Looked up in the turn of the call: later ones of the session have other receipts.
             of = getattr(answer, "session_id", session_id)
             if changes:
-                await self._gate.confirmed(self._engine.receipt(of))
+                with self._known_to_client(of):
+                    await self._gate.confirmed(self._engine.receipt(of))
             return answer
 
         return call
+
+    @contextlib.contextmanager
+    def _known_to_client(self, session_id: str) -> Iterator[None]:
+        """Around what ends with the answer to a change. If it ends otherwise, the next reads wait for the change."""
+        try:
+            yield
+        except BaseException:
+            if self._keeps:
+                safe = {one for one in self._unanswered if self._engine.receipt(one).is_safe}
+                self._unanswered = {*(self._unanswered - safe), session_id}
+            raise
 
     async def _on_session(
         self,
@@ -351,10 +363,14 @@ class RuntimeService:
     async def _look(self, session_id: str, in_memory: Callable[[], T], in_journal: Callable[[], T]) -> T:
         """What a session is, or has, as far as it is safe. It stays where it is, and nothing waits for it.
 
-        What was done until now is waited for, unless the disk has no space for it. Raises JournalAway if it is out of
-        reach whether that counts: no less than was done is said, so that a client can ask whether an append arrived.
+        A change whose call has ended without its answer is waited for, unless the disk has no space for it: its client
+        asks here whether an append arrived. Raises JournalAway if it is out of reach whether that counts.
         """
-        is_synced = await self._gate.synced(self._engine.receipt(session_id), unless_full=True, unless_away=True)
+        receipt = self._engine.receipt(session_id)
+        if not (is_synced := receipt.is_safe) and session_id in self._unanswered:
+            is_synced = await self._gate.synced(receipt, unless_full=True, unless_away=True)
+        if is_synced:
+            self._unanswered.discard(session_id)
         if not is_synced and self._engine.is_away:
             raise JournalAway
         try:

@@ -24,7 +24,7 @@ LOG_PAGES = 1000  # before a checkpoint
 LOG_BYTES = LOG_PAGES * PAGE_BYTES
 # What reading a database raises that is damaged: also of texts that are none, and of rows that are gone.
 DAMAGE = (apsw.Error, ValueError, TypeError, StopIteration)
-SYNCED, NOT_SYNCED = 2, 1  # of SQLite's `synchronous`: each commit, or checkpoints alone
+SYNCED_AT_CHECKPOINTS = 1  # of SQLite's `synchronous`: what a commit needs is synced by `SyncedLog`
 _APPLICATION = 0x4B616B65  # "Kake", in the header of the file
 _SCHEMA = """
 create table sessions (
@@ -51,6 +51,31 @@ create table usage (owner text primary key, body text, crc integer) without rowi
 """
 
 
+class SyncedLog:
+    """The log of an open database, as a file of its own to be synced by.
+
+    SQLite would sync it within a commit, where the connection can do nothing else: reads would wait for a slow disk. As
+    there, the first sync is of the folder, too.
+    """
+
+    def __init__(self, path: Path, vfs: str | None) -> None:
+        self.path = path
+        self._vfs = vfs or ""
+        self._file: apsw.VFSFile | None = None
+
+    def sync(self) -> None:
+        """Raises apsw.IOError. What was committed is safe then."""
+        if self._file is None:
+            # As SQLite opens a new one: so the first sync is of the folder, too.
+            flags = apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_WAL
+            self._file = apsw.VFSFile(self._vfs, str(self.path.absolute()), [flags, 0])
+        self._file.xSync(apsw.SQLITE_SYNC_NORMAL)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.xClose()
+
+
 def open_database(
     path: Path, durability: Durability, weights: str | None, vfs: str | None, *, was: str
 ) -> apsw.Connection:
@@ -70,7 +95,7 @@ def open_database(
     try:
         # Closing a refused one must not write its log into its database, nor leave a log that was not there.
         db.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, has_log)
-        _prepare(db, path, durability, weights)
+        _prepare(db, path, weights)
         # What the server before did not sync is safe from here on, and what a crash left behind the log's end is gone.
         try:
             if db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE) != (0, 0):
@@ -93,7 +118,7 @@ def open_database(
     return db
 
 
-def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: str | None) -> None:
+def _prepare(db: apsw.Connection, path: Path, weights: str | None) -> None:
     db.set_busy_timeout(0)
     _set(db, path, locking_mode="exclusive")
     fixed = {"page_size": PAGE_BYTES, "auto_vacuum": 0}  # when a file is made: another program's has others
@@ -101,8 +126,8 @@ def _prepare(db: apsw.Connection, path: Path, durability: Durability, weights: s
         db.execute(f"pragma {name}={value}").fetchall()
     _refuse_other(db, path, weights)
     path.chmod(0o600)
-    level = SYNCED if durability is Durability.POWER else NOT_SYNCED
-    _set(db, path, **fixed, journal_mode="wal", synchronous=level, wal_autocheckpoint=0, cache_size=-8192)
+    _set(db, path, **fixed, journal_mode="wal", wal_autocheckpoint=0, cache_size=-8192)
+    _set(db, path, synchronous=SYNCED_AT_CHECKPOINTS)
     # After an append that was large, the log gives its space back when it begins anew.
     _set(db, path, journal_size_limit=LOG_BYTES)
     if not next(db.execute("select count(*) from sqlite_schema"))[0]:

@@ -11,12 +11,14 @@
     usage       what each owner's Generates took, one row an owner
     copies      the files with copies of sessions' K/V, which are in a folder of their own (`hibernation.py`)
 
-One connection, which a lock shares: the writer's thread commits, others read what is not in memory. Every row of a
-history carries a checksum, and a history must be without a hole: a damaged session is refused, and others are not
-concerned. An answer that is forgotten would let a repeated call be done twice, so each is accounted for: by the row of
-its session, or in the tail and in `replies`, which the start looks through.
+One connection, which a lock shares: the writer's thread commits, others read what is not in memory. The lock is free
+while the log is synced, which is what takes long on a slow disk; a checkpoint holds it. Every row of a history carries
+a checksum, and a history must be without a hole: a damaged session is refused, and others are not concerned. An answer
+that is forgotten would let a repeated call be done twice, so each is accounted for: by the row of its session, or in
+the tail and in `replies`, which the start looks through.
 
-`power`: a commit is synced (fsync) before it is confirmed. `process`: the system may write it later; checkpoints sync.
+`power`: a commit is synced (fsync) before it is confirmed and before the next one is written. `process`: the system may
+write it later; checkpoints sync.
 A full disk is waited for, with a reserve for what is under way and for closing sessions (see `writer.py`). Any other
 error of the disk is final: after a failed sync SQLite may take the next commit and lose this one. Checkpoints are made
 here, not by SQLite, which does not report when one fails.
@@ -59,6 +61,7 @@ from inference_engine.session.journal_database import (
     LOG_BYTES,
     LOG_PAGES,
     PAGE_BYTES,
+    SyncedLog,
     open_database,
     refuse_damaged_replies,
 )
@@ -134,7 +137,7 @@ class SQLiteJournal:
         check_private(folder)
         self.copies_folder = folder / COPIES
         self.weights = weights
-        self._log = folder / f"{FILE}-wal"
+        self._log = SyncedLog(folder / f"{FILE}-wal", vfs)
         self._folder_lock = take_folder(folder)
         try:
             self._db = open_database(folder / FILE, durability, weights, vfs, was=self._folder_lock.was)
@@ -398,6 +401,7 @@ class SQLiteJournal:
                 if not self._writer.failure:
                     self._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
                 self._db.set_wal_hook(None)
+                self._log.close()
                 self._db.close()
             except apsw.Error:  # what was confirmed is safe; the next start reads the log
                 logger.exception("the journal could not be closed in order")
@@ -407,13 +411,25 @@ class SQLiteJournal:
     # -- the writer's thread ----------------------------------------------------------------------------------------
 
     def _commit(self, changes: Sequence[Change]) -> None:
-        with self._db_lock:
-            self._transact(changes)
-            if self._wal_pages >= min(LOG_PAGES, self._reserve.nbytes // PAGE_BYTES):
+        self._transact(changes)
+        if self._wal_pages >= min(LOG_PAGES, self._reserve.nbytes // PAGE_BYTES):
+            with self._db_lock:
                 self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
 
     def _transact(self, changes: Sequence[Change]) -> None:
-        """Apply changes, all or none."""
+        """Apply changes, all or none, and make them safe. Others may read between the two."""
+        with self._db_lock:
+            files = self._apply(changes)
+        self._sync()
+        for file in files:
+            self._remove_copy(file)
+
+    def _sync(self) -> None:
+        if self.durability is Durability.POWER:
+            self._log.sync()
+
+    def _apply(self, changes: Sequence[Change]) -> Sequence[str]:
+        """Returns the names of files that are no session's copy then. Called with the lock held."""
         try:
             self._db.execute("begin immediate")
             for apply, arguments in changes:
@@ -427,8 +443,7 @@ class SQLiteJournal:
             if isinstance(error, apsw.FullError):
                 raise DiskFull from error
             raise
-        for file in self._tables.commit():
-            self._remove_copy(file)
+        return self._tables.commit()
 
     def _remove_copy(self, file: str) -> None:
         try:
@@ -439,17 +454,16 @@ class SQLiteJournal:
 
     def _tidy(self) -> None:
         if self._tables.to_fold:
-            with self._db_lock:
-                numbers = self._tables.next_to_fold()
-                try:
-                    self._fold(numbers)
-                except DiskFull:
-                    self._tables.to_fold.extend(numbers)
-                    raise
+            numbers = self._tables.next_to_fold()
+            try:
+                self._fold(numbers)
+            except DiskFull:
+                self._tables.to_fold.extend(numbers)
+                raise
         elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_SECONDS
+            self._delete_old()
             with self._db_lock:
-                self._delete_old()
                 for owner, length in self._expired:
                     self._count_kept(owner, -1, -length)
                     self._metrics.sessions_forgotten.inc()
@@ -490,21 +504,18 @@ class SQLiteJournal:
         return True
 
     def _begin_on_reserve(self) -> None:
-        with self._db_lock:
-            self._make_room()
-
-    def _make_room(self) -> None:
         """The disk is full: with the reserve, the log is put into the database and begins anew where it lies."""
-        self._reserve.give_up()
-        self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
+        with self._db_lock:
+            self._reserve.give_up()
+            self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
 
     def _has_room(self) -> bool:
         """Has the disk room for the reserve again, or have the files room within? Raises DiskFull if not a row has."""
+        self._transact([(self._tables.try_room, ())])
         with self._db_lock:
-            self._transact([(self._tables.try_room, ())])
             begins_anew = self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)
             free_pages = self._reader.value("pragma freelist_count")
-            log_bytes = self._log.stat().st_size
+            log_bytes = self._log.path.stat().st_size
         has_within = begins_anew and min(free_pages, log_bytes // PAGE_BYTES) >= _ROOM_PAGES
         return self._reserve.take() or has_within
 
@@ -561,8 +572,7 @@ class SQLiteJournal:
             return self._reader.replies("owner = ? and request_id = ?", (owner, request_id))
 
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
-        self._flush(self.receipt_of_owner(owner), unless_full=True)
-        with self._db_lock:
+        with self._db_lock:  # what is recorded and not committed yet is of sessions in memory
             return self._reader.page(owner, after, most, self._tables.tail.committed, self._wall_clock())
 
     def everyone(self) -> list[SessionEntry]:
@@ -622,16 +632,16 @@ class SQLiteJournal:
         with self._db_lock:
             damaged = [key for key, name in self._damaged_replies().items() if name == session_id]
             ends = [(self._tables.end_session, (number,)) for number in self._reader.named(session_id, owner)]
-            changes: list[Change] = [(self._tables.drop_replies, (damaged,)), *ends]
+        changes: list[Change] = [(self._tables.drop_replies, (damaged,)), *ends]
+        try:
+            self._transact(changes)
+        except DiskFull:
+            self._begin_on_reserve()
             try:
                 self._transact(changes)
-            except DiskFull:
-                self._make_room()
-                try:
-                    self._transact(changes)
-                except DiskFull as error:
-                    folder = self.copies_folder.parent
-                    raise ConfigError(f"the disk of {folder} is full, and its reserve is used up: make room") from error
+            except DiskFull as error:
+                folder = self.copies_folder.parent
+                raise ConfigError(f"the disk of {folder} is full, and its reserve is used up: make room") from error
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded
