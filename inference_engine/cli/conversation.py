@@ -90,9 +90,11 @@ class Conversation:
 
     def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
         """Send a message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
-        return self._answer(
-            self.session.history_length, tuple(self._render(message)), max_tokens=max_tokens, show=show, **sampling
-        )
+        return self.answer(tuple(self.render(message)), max_tokens=max_tokens, show=show, **sampling)
+
+    def answer(self, ids: tuple[int, ...], *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
+        """As `say`, of a message that is rendered."""
+        return self._answer(self.session.history_length, ids, max_tokens=max_tokens, show=show, **sampling)
 
     def _answer(
         self, begins: int, ids: tuple[int, ...], *, max_tokens: int, show: Callable[[str], None], **sampling: Any
@@ -125,7 +127,8 @@ class Conversation:
             info=self.session.info(),
         )
 
-    def _render(self, message: str) -> list[int]:
+    def render(self, message: str) -> list[int]:
+        """The ids of a message, and with the first one of what stands before it."""
         messages = [{"role": "user", "content": message}]
         if self._said:
             return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._said[-1].answer)

@@ -12,8 +12,9 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
@@ -21,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inference_engine.cli import auto_calibration as first_use
-from inference_engine.cli import kill_demo, process, recall_demo
+from inference_engine.cli import kill_demo, process, recall_demo, tool_demo
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, settings
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
             from inference_engine.cli.conversation import load_chat_tokenizer, open_conversation
             from inference_engine.compose import find_latent
-            from kakeya import Client
+            from kakeya import Client, ConstraintUnavailable
 
             tokenizer = load_chat_tokenizer(folder, name=model.model)
             target = child.wait_ready()
@@ -122,7 +123,18 @@ def run(args: argparse.Namespace) -> int:
                 markup=False,
                 soft_wrap=True,
             )
-            turns = [_hold(conversation, message, args.max_tokens, console) for message in SCRIPT]
+            turns = [
+                _hold(conversation, message, conversation.render(message), console, max_tokens=args.max_tokens)
+                for message in SCRIPT
+            ]
+        console.print("Another session, with a tool:\n", markup=False)
+        calling = open_conversation(client, tokenizer, strategy=None, label="kakeya demo, with a tool")
+        with calling.session:
+            hold = partial(_hold, console=console)
+            try:
+                turns += tool_demo.hold(calling, tokenizer, system=SYSTEM, max_tokens=args.max_tokens, turn_of=hold)
+            except ConstraintUnavailable as error:  # of a tokenizer that only few models have
+                console.print(f"No tool is called: {error}\n", markup=False, soft_wrap=True)
     console.print(_table(turns))
     console.print(_closing(turns), markup=False, soft_wrap=True)
     console.print("\nNext:", markup=False)
@@ -131,12 +143,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _hold(conversation: Conversation, message: str, max_tokens: int, console: Console) -> Turn:
+def _hold(
+    conversation: Conversation, message: str, ids: Sequence[int], console: Console, *, max_tokens: int, **options: Any
+) -> Turn:
     console.print(f"> {message}", style="bold", markup=False)
-    turn = conversation.say(message, max_tokens=max_tokens, show=shown_on(console))
+    turn = conversation.answer(tuple(ids), max_tokens=max_tokens, show=shown_on(console), **options)
     console.out()
-    ids = f"{_ids('in', turn.appended_ids)}; {_ids('out', turn.generated_ids)}"
-    console.print(f"  {ids}\n", style="dim", markup=False, soft_wrap=True)
+    costs = f"{_ids('in', turn.appended_ids)}; {_ids('out', turn.generated_ids)}"
+    console.print(f"  {costs}\n", style="dim", markup=False, soft_wrap=True)
     check(turn)
     return turn
 
@@ -207,7 +221,7 @@ def _closing(turns: Sequence[Turn]) -> str:
     results = [turn.result for turn in turns if turn.result is not None]
     paid = sum(result.prefilled_tokens for result in results)
     spared = sum(result.cached_tokens for result in results)
-    evicted = turns[-1].info.evicted_tokens
+    evicted = max(turn.info.evicted_tokens for turn in turns)
     new = sum(len(turn.appended_ids) for turn in turns)
     begun = "Each turn prefilled its new tokens only"
     if paid > new + len(turns):

@@ -42,6 +42,10 @@ def test_the_demo_holds_a_conversation_with_the_real_model(demo: Callable[..., s
     assert all(f"> {message}" in printed for message in SCRIPT)
     *_, asked = re.findall(r"> What is the secret word\?\n(.*)", printed)
     assert FACT in asked
+    # The word is read from the question, the number from what the tool answered.
+    assert re.search(
+        r'> How many of tea .*\n.*"in_stock".*"tea".*\n[^>]*> in_stock → 12 of tea\n.*\b12\b', printed, re.DOTALL
+    )
     prefilled, cached, whole = map(int, CLOSING.findall(printed)[0])
     assert prefilled + cached == whole > 2 * prefilled
     assert all(f"\n  {command}\n" in printed for command, _ in next_commands(ModelConfig().model, "kakeya"))
