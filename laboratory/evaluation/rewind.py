@@ -35,6 +35,7 @@ DEFAULT = (
     "full:codec=int8",
     "sink_window:window=1024",
     "gather:scorer=bounds",
+    "restored:source=latent,mode=select,window=256",
 )
 REWOUND, ANEW = "rewound", "anew"
 _TOKENS = 8  # that both generate, to be compared
