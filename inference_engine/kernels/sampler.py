@@ -180,12 +180,8 @@ def _members(token_ids: TokenSet, vocab: int) -> NDArray[np.bool_]:
     return np.logical_xor.accumulate(edges[:vocab])
 
 
-def ids_in(mask: Mask, vocab: int) -> NDArray[np.int64]:
-    """The ids that a mask allows, ascending."""
-    return bits_of(mask, vocab).nonzero()[0]
-
-
 def bits_of(mask: Mask, vocab: int) -> NDArray[np.bool_]:
+    """Which ids [V] a mask allows."""
     return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
 
 

@@ -13,7 +13,6 @@ import argparse
 import importlib
 import inspect
 import pydoc_data.topics
-import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -167,11 +166,6 @@ def _device_clock() -> float:
 
 def bytes_per_token(compressor: KVCompressor, text: Captured) -> int:
     return sum(states.shape[1] * compressor.vector_bytes(states.shape[2]) for states in (*text.keys, *text.values))
-
-
-def family_of(codec: str) -> str:
-    """`int8g32` -> `intg`"""
-    return re.sub(r"\d+", "", codec)
 
 
 def fitting(head_dims: set[int]) -> tuple[list[KVCompressor], dict[str, str]]:

@@ -364,24 +364,6 @@ def _plot_one_place(path: Path, *, title: str, label: str, values: Mapping[str, 
     save_figure(figure, path)
 
 
-def plot_bars(path: Path, *, title: str, y_label: str, bars: Mapping[str, Mapping[str, Any]]) -> None:
-    """Draw values of a record as bars with their spread into the image file `path`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    medians = [value["median"] for value in bars.values()]
-    spread = [
-        [value["median"] - value["low"] for value in bars.values()],
-        [value["high"] - value["median"] for value in bars.values()],
-    ]
-    axes.bar(list(bars), medians, yerr=spread, capsize=4)
-    axes.set(title=title, ylabel=y_label)
-    axes.tick_params(axis="x", labelrotation=20)
-    axes.grid(axis="y", alpha=0.3)
-    save_figure(figure, path)
-
-
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure as a PNG of 256 colours: plots have few, and take a third of the bytes so. Folders are made."""
     from PIL import Image

@@ -253,8 +253,5 @@ def same(
     return ids and bool(np.allclose(ours, theirs, atol=within or ROUNDING))
 
 
-EngineFactory = Callable[..., Engine]
-
-
 def engine_for(mode: Mode, **settings: Any) -> Engine:
     return served_engine(mode=mode, **settings)
