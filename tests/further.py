@@ -67,6 +67,14 @@ def off_metal_test(test: Callable[..., Any]) -> Any:
     return test if sys.platform == "darwin" else further_test(test)
 
 
+def first_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:
+    """The first value of every kind. `of` names a value's kind."""
+    found: dict[Hashable, Any] = {}
+    for value in values:
+        found.setdefault(of(value), value)
+    return list(found.values())
+
+
 def one_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:
     """The first value of every kind; the others are further cases. `of` names a value's kind."""
     seen: set[Hashable] = set()

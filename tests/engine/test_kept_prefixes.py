@@ -16,9 +16,9 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams
 from tests.engine.sessions import Clock, Gate
 from tests.facade import let_leave, store_of
-from tests.further import further, one_of_each
+from tests.further import further
 from tests.kept import keeping
-from tests.laws.variants import all_strategies, drain, mechanism, text
+from tests.laws.variants import drain, each_mechanism, text
 from tests.tiny_native import served_engine
 
 COMMON = 200
@@ -112,7 +112,7 @@ def filled(engine: Engine, strategy: KVStrategy | None = None) -> None:
 
 
 @pytest.mark.parametrize("guaranteed", [True, False])
-@pytest.mark.parametrize("strategy", one_of_each(all_strategies(), of=mechanism), ids=str)
+@each_mechanism
 def test_no_session_is_refused_memory_for_what_is_kept(strategy: KVStrategy, guaranteed: bool) -> None:
     asked: dict[str, Any] = {"strategy": strategy, "limit_tokens": 300, "guaranteed": guaranteed}
 

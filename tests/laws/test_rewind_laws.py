@@ -68,7 +68,7 @@ def test_a_fork_at_a_position_goes_on_as_if_its_parent_had_ended_there_and_the_p
         assert same(goes_on(engine, parent), goes_on(engine, twin), mode)
 
 
-@each_strategy_with(mode=MODES, places=PLACES)
+@each_strategy_with(mode=MODES, in_turn={"places": PLACES})
 def test_a_rewound_session_goes_on_as_if_nothing_had_come_after(strategy: KVStrategy, mode: Mode, places: str) -> None:
     journal = MemoryJournal()
     with engine_for(mode, journal=journal) as engine:

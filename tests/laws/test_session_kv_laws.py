@@ -431,12 +431,13 @@ def test_a_token_that_is_only_entered_in_the_tables_leaves_what_any_other_leaves
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 
 
-@pytest.mark.parametrize("reads_offloaded", [False, True], ids=["", "reads offloaded blocks"])
-@each_strategy
+@pytest.mark.parametrize(
+    ("strategy", "reads_offloaded"),
+    [(one, reads) for one in all_strategies() for reads in (False, True)[: 1 + (one.name == "tiered")]],
+    ids=str,
+)
 def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStrategy, reads_offloaded: bool) -> None:
     """Beside sessions of other lengths and strategies, and a fork."""
-    if reads_offloaded and strategy.name != "tiered":
-        pytest.skip("it has no blocks in the second tier")
     attention = attend_ragged if reads_offloaded else attend_by_session
     together = DeviceOps(attends_together=True, attend_ragged=attention)
     ctx, entries = replace(context(capacity_entries=6 * LIMIT), ops=together), Entries(LIMIT)

@@ -7,10 +7,10 @@ strategy's name: a tuple of dictionaries of options. `--strategies NAME …` run
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
-from itertools import combinations, product
+from itertools import combinations, cycle, product, repeat
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, TokenCommitted
-from tests.further import further, one_of_each
+from tests.further import first_of_each, further
 from tests.tiny import LATENT_BYTES, PAGES, VOCABULARY, tiny_forward
 from tests.tiny_native import served_engine
 
@@ -141,13 +141,18 @@ def _named(value: Any) -> str:
     return str(value.value) if isinstance(value, Mode) else str(value)
 
 
-def each_strategy_with(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+def each_strategy_with(
+    *, in_turn: Mapping[str, Sequence[Any]] | None = None, **parameters: Sequence[Any]
+) -> pytest.MarkDecorator:
     """Every strategy, every mechanism with every value of the other parameters, and every pair of theirs.
 
-    Strategies whose mechanism has met all values before are further cases.
+    Strategies whose mechanism has met all values before are further cases. in_turn: parameters whose values take turns.
     """
-    names = ("strategy", *parameters)
+    turning = in_turn or {}
+    names = ("strategy", *parameters, *turning)
     cases = covering(all_strategies(), *parameters.values(), of=_common)
+    turns = zip(*map(cycle, turning.values()), strict=False) if turning else repeat(())
+    cases = [case + turn for case, turn in zip(cases, turns, strict=False)]
     ids = ["-".join(_named(value) for value in case) for case in cases]
     chosen = [
         case if is_new else further(*case) for case, is_new in zip(cases, meet_first(cases, of=_common), strict=True)
@@ -190,11 +195,11 @@ def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]
 MODES = list(Mode)
 each_strategy = pytest.mark.parametrize("strategy", all_strategies(), ids=str)
 each_mode = pytest.mark.parametrize("mode", MODES, ids=_named)
-# For what depends on how entries are kept and come back, and hardly on how many.
-each_mechanism = pytest.mark.parametrize("strategy", one_of_each(all_strategies(), mechanism), ids=str)
+# For what depends on how entries are kept and come back, and not on how many: others of a mechanism say nothing more.
+each_mechanism = pytest.mark.parametrize("strategy", first_of_each(all_strategies(), mechanism), ids=str)
 # For what depends on how entries come back alone.
 each_way = pytest.mark.parametrize(
-    "strategy", one_of_each(all_strategies(), lambda one: (one.name, one.options().get("mode"))), ids=str
+    "strategy", first_of_each(all_strategies(), lambda one: (one.name, one.options().get("mode"))), ids=str
 )
 
 
