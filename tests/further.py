@@ -7,7 +7,8 @@ site and wheels.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -65,6 +66,33 @@ def off_metal(*values: Any) -> Any:
 def off_metal_test(test: Callable[..., Any]) -> Any:
     """A test all cases of which are such ones."""
     return test if sys.platform == "darwin" else further_test(test)
+
+
+def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:
+    """Few of all combinations: every value occurs, and every pair of two parameters' values; the same each time.
+
+    `of` names what values have in common: values of one name stand for each other in pairs, and take turns.
+    """
+    cases = list(product(*parameters))
+    places = list(product(*(range(len(values)) for values in parameters)))
+    shown = [
+        {*enumerate(numbers)} | {*combinations(((place, of(value)) for place, value in enumerate(case)), 2)}
+        for case, numbers in zip(cases, places, strict=True)
+    ]
+    missing: set[Hashable] = set().union(*shown)
+    chosen: list[int] = []
+    while missing:
+        chosen.append(max(range(len(cases)), key=lambda number: len(shown[number] & missing)))  # the first of the best
+        missing -= shown[chosen[-1]]
+    return [cases[number] for number in sorted(chosen)]
+
+
+def each_pair(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """The parameters of cases with every pair of two parameters' values; not with all combinations of more."""
+    values = [list(some) for some in parameters.values()]
+    places = covering(*(range(len(some)) for some in values))
+    cases = [[some[place] for some, place in zip(values, case, strict=True)] for case in places]
+    return pytest.mark.parametrize(tuple(parameters), cases, ids=lambda value: getattr(value, "__name__", str(value)))
 
 
 def first_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:

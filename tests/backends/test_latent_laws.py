@@ -22,7 +22,7 @@ from tests import tiny, tiny_native
 from tests.admissions import admitted_once
 from tests.backends.small_families import forward_of, own_model
 from tests.backends.test_latent_families import config_of
-from tests.further import further
+from tests.further import covering, further
 from tests.laws import test_drop_laws as drop_laws
 from tests.laws import test_engine_laws as engine_laws
 from tests.laws import test_fork_laws as fork_laws
@@ -30,7 +30,7 @@ from tests.laws import test_hibernation_laws as hibernation_laws
 from tests.laws import test_kept_laws as kept_laws
 from tests.laws import test_retry_laws as retry_laws
 from tests.laws import test_rewind_laws as rewind_laws
-from tests.laws.variants import MODES, covering
+from tests.laws.variants import MODES
 
 LAWS: list[Callable[..., None]] = [
     engine_laws.test_any_split_of_the_same_appends_gives_the_same_streams,

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.merge import attend_state, merge_states, with_head_sinks
+from tests.further import each_pair
 
 # Two orders of adding up the same float32 numbers, of size 1.
 ROUNDING = 5e-6
@@ -71,9 +72,7 @@ def test_entries_cut_anywhere_and_merged_are_one_softmax(cuts: list[int], seed: 
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="one operation is a GPU's")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [8, 64, 256])
-@pytest.mark.parametrize("tokens", [1, 3, 70])
+@each_pair(dtype=[torch.float32, torch.bfloat16], head_dim=[8, 64, 256], tokens=[1, 3, 70])
 def test_one_operation_of_a_gpu_gives_the_same_state(dtype: torch.dtype, head_dim: int, tokens: int) -> None:
     rng = torch.Generator().manual_seed(tokens)
     queries = torch.randn(tokens, HEADS, head_dim, generator=rng).to(dtype)

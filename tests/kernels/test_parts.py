@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
 import torch
 
 from inference_engine.kernels.attention import attend
 from inference_engine.kernels.segmented_attention import AttentionSegment, attend_parts
+from tests.further import each_pair
+
+ERRORS = {torch.float32: 2e-6, torch.float64: 1e-14}
 
 
 def case(
@@ -28,12 +30,8 @@ def case(
     return queries, parts
 
 
-@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 2e-6), (torch.float64, 1e-14)], ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 33])
-@pytest.mark.parametrize("sizes", [[7], [1, 1], [40, 9], [17, 3, 5, 21]], ids=str)
-def test_parts_are_read_as_if_they_lay_end_to_end(
-    tokens: int, sizes: list[int], dtype: torch.dtype, error: float
-) -> None:
+@each_pair(dtype=ERRORS, tokens=[1, 5, 33], sizes=[[7], [1, 1], [40, 9], [17, 3, 5, 21]])
+def test_parts_are_read_as_if_they_lay_end_to_end(tokens: int, sizes: list[int], dtype: torch.dtype) -> None:
     queries, parts = case(tokens, sizes, dtype=dtype)
     keys, values = (torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("keys", "values"))
     last = parts[-1].mask
@@ -44,4 +42,4 @@ def test_parts_are_read_as_if_they_lay_end_to_end(
     for softcap, sinks in options if dtype is torch.float32 else options[:1]:
         expected = attend(queries, keys, values, mask, scaling=0.35, softcap=softcap, head_sinks=sinks)
         out = attend_parts(queries, parts, scaling=0.35, softcap=softcap, head_sinks=sinks)
-        torch.testing.assert_close(out, expected, atol=error, rtol=0)
+        torch.testing.assert_close(out, expected, atol=ERRORS[dtype], rtol=0)

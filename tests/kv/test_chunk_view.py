@@ -13,6 +13,7 @@ from inference_engine.kernels.ops import open_ops
 from inference_engine.kv.geometry import EntryShape
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.views import ChunkView, Portion, Region, Scoring, chunks_between
+from tests.further import each_pair
 
 HQ, HKV, D, LAYER = 6, 2, 8, 1
 ELSEWHERE, RESIDENT, QUERIES = 37, 21, 7
@@ -48,10 +49,7 @@ def portion_of(mask: Tensor, first: int, last: int) -> Portion:
     return Portion(queries=slice(first, last), count=count, mask=mask[first:last, :count])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("portion", [QUERIES, 2], ids=["together", "by two"])
-@pytest.mark.parametrize("softcap", [None, 1.5], ids=["no softcap", "softcap"])
-@pytest.mark.parametrize("sinks", [False, True], ids=["no head sinks", "head sinks"])
+@each_pair(dtype=[torch.float32, torch.bfloat16], portion=[QUERIES, 2], softcap=[None, 1.5], sinks=[False, True])
 def test_chunks_and_regions_together_are_attention_over_all_entries(
     dtype: torch.dtype, portion: int, softcap: float | None, sinks: bool
 ) -> None:

@@ -12,6 +12,7 @@ from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
+from tests.further import each_pair
 from tests.laws.test_session_kv_laws import SEGMENT, Entries, active, context, feed
 from tests.tiny import LATENT_BYTES
 
@@ -53,9 +54,7 @@ def test_finite_entries_of_any_size_pass() -> None:
     finite.require()
 
 
-@pytest.mark.parametrize("mode", ["hold", "stream"])
-@pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("part", ["k", "v"])
+@each_pair(mode=["hold", "stream"], bad=BAD, part=["k", "v"])
 def test_a_session_whose_evicted_entries_are_not_finite_fails_before_it_is_idle(
     mode: str, bad: float, part: str
 ) -> None:

@@ -19,7 +19,7 @@ from kv_cache_proposer.f_theta.fit import BASES, fit
 from kv_cache_proposer.f_theta.importance import from_projections, unweighted
 from kv_cache_proposer.f_theta.levels import MAX_BITS, distortion
 from kv_cache_proposer.stored import CalibrationManifest
-from tests.further import further
+from tests.further import each_pair, further
 from tests.kv_cache_proposer.correlated import make_entries, make_projections, make_statistics, relative_error
 
 BYTES = 24
@@ -32,11 +32,9 @@ def made(basis: str = "fitted", bits: str = "variance", *, group_layers: int = 5
     return fit(statistics, importances, bytes_per_token=size, basis=basis, bits=bits)
 
 
-@pytest.mark.parametrize(("basis", "bits"), [("random", "variance"), ("fitted", "uniform")])
-@pytest.mark.parametrize("group_layers", [2, 5])
-@pytest.mark.parametrize("size", [8, 19])
-def test_a_control_takes_the_same_bytes_and_loses_more(basis: str, bits: str, group_layers: int, size: int) -> None:
-    control = made(basis, bits, group_layers=group_layers).at(size)
+@each_pair(kind=[("random", "variance"), ("fitted", "uniform")], group_layers=[2, 5], size=[8, 19])
+def test_a_control_takes_the_same_bytes_and_loses_more(kind: tuple[str, str], group_layers: int, size: int) -> None:
+    control = made(*kind, group_layers=group_layers).at(size)
     entries = make_entries(400, seed=2)
     assert control.bytes_per_token == size
     assert control.encode(entries.keys, entries.values).shape == (400, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from kv_cache_proposer.dflash.draft_tokens import TargetDraws, choose_draft_toke
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.shortlist import SHORTLIST, Shortlist, can_shortlist
 from kv_cache_proposer.dflash.target import TargetWords, words_of
+from tests.further import each_pair
 from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
 from tests.tiny import tiny_forward, tiny_model
 
@@ -47,17 +49,15 @@ def draws(blocks: int, temperature: float) -> TargetDraws:
     return TargetDraws(torch.tensor(keys), torch.full((blocks,), temperature, dtype=torch.float64))
 
 
-@EACH_NETWORK
-@pytest.mark.parametrize("temperature", [None, 0.0, 0.7])
-@pytest.mark.parametrize("blocks", [1, 3, 40])
+@each_pair(make=[tiny_network, chained_network], temperature=[None, 0.0, 0.7], blocks=[1, 3, 40])
 def test_draft_tokens_are_those_of_the_whole_head(
-    network: DFlashNetwork, temperature: float | None, blocks: int
+    make: Callable[[], DFlashNetwork], temperature: float | None, blocks: int
 ) -> None:
     whole, states = words(), random(blocks, PLACES, HIDDEN, seed=blocks)
     drawn = None if temperature is None else draws(blocks, temperature)
     assert torch.equal(
-        choose_draft_tokens(network, shortened(whole), states, drawn),
-        choose_draft_tokens(network, whole, states, drawn),
+        choose_draft_tokens(make(), shortened(whole), states, drawn),
+        choose_draft_tokens(make(), whole, states, drawn),
     )
 
 

@@ -22,6 +22,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mark, Mode, Sampling, Truncated
 from tests.facade import on_the_engines_thread, rebuild_session
+from tests.further import each_pair
 from tests.garbage import leave_aside
 from tests.laws.variants import (
     FEW,
@@ -193,12 +194,10 @@ def tensor_bytes(engine: Engine) -> int:
     return sum(pieces.values())
 
 
-@each_mode
-@pytest.mark.parametrize("windowed", [True, False], ids=["native window", "no native window"])
-@pytest.mark.parametrize(
-    "wide",
-    [SinkWindow(sink=4, window=LENGTH + 40), LayerWindow(sink=4, window=LENGTH + 40, full_layers=(2,))],
-    ids=lambda strategy: strategy.name,
+@each_pair(
+    mode=MODES,
+    windowed=[True, False],
+    wide=[SinkWindow(sink=4, window=LENGTH + 40), LayerWindow(sink=4, window=LENGTH + 40, full_layers=(2,))],
 )
 def test_a_window_that_holds_the_whole_history_equals_full(mode: Mode, windowed: bool, wide: KVStrategy) -> None:
     """Degenerate: the mechanism runs, it is not switched off."""

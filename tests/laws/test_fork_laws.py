@@ -17,11 +17,10 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.session.journal import MemoryJournal
 from inference_engine.types import Finished, GenerateParams, Mode
 from tests.facade import drop_entries, rebuild_session
-from tests.further import further
+from tests.further import covering, further
 from tests.laws.variants import (
     MODES,
     all_strategies,
-    covering,
     drain,
     engine_for,
     generate,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from inference_engine.kv.strategies import strategy_names
 from inference_engine.kv.strategy import KVStrategy
-from tests.laws.variants import all_strategies, by_turns, covering, mechanism, meet_first
+from tests.further import covering
+from tests.laws.variants import all_strategies, by_turns, mechanism, meet_first
 
 sizes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
-from itertools import combinations, cycle, product, repeat
+from itertools import combinations, cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategies import make_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, Option
 from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, TokenCommitted
-from tests.further import first_of_each, further
+from tests.further import covering, first_of_each, further
 from tests.tiny import LATENT_BYTES, PAGES, VOCABULARY, tiny_forward
 from tests.tiny_native import served_engine
 
@@ -112,25 +112,6 @@ def reads_by_views(strategy: KVStrategy) -> bool:
     geometry = tiny_forward().geometry(**PAGES)
     rules = [strategy.rule(layer, geometry) for layer in range(len(geometry.layers))]
     return reads_chunks(strategy) or any(each.by_view for rule in rules for each in rule.mechanisms)
-
-
-def covering(*parameters: Sequence[Any], of: Callable[[Any], Hashable] = lambda value: value) -> list[tuple[Any, ...]]:
-    """Few of all combinations: every value occurs, and every pair of two parameters' values; the same each time.
-
-    `of` names what values have in common: values of one name stand for each other in pairs, and take turns.
-    """
-    cases = list(product(*parameters))
-    places = list(product(*(range(len(values)) for values in parameters)))
-    shown = [
-        {*enumerate(numbers)} | {*combinations(((place, of(value)) for place, value in enumerate(case)), 2)}
-        for case, numbers in zip(cases, places, strict=True)
-    ]
-    missing: set[Hashable] = set().union(*shown)
-    chosen: list[int] = []
-    while missing:
-        chosen.append(max(range(len(cases)), key=lambda number: len(shown[number] & missing)))  # the first of the best
-        missing -= shown[chosen[-1]]
-    return [cases[number] for number in sorted(chosen)]
 
 
 def _common(value: Any) -> Hashable:

@@ -34,7 +34,7 @@ from inference_engine.native.library import KVType, ProductIdentity
 from inference_engine.types import Mode
 from tests.admissions import traits_of
 from tests.facade import in_mode
-from tests.further import further
+from tests.further import each_pair, further
 from tests.tiny import PAGES, TRAINED_POSITIONS, VOCABULARY, tiny_forward
 from tests.tiny_native import library, tiny_native
 
@@ -147,13 +147,11 @@ def ids_of(count: int, seed: int = 0) -> list[int]:
 STRATEGIES = (Full(), SinkWindow(sink=2, window=24))
 
 
-@each_kind
-@each_kv_type
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@each_pair(strategy=STRATEGIES, kv_type=KVType, kind=KINDS)
 def test_logits_are_equal_to_the_bit_however_tokens_are_cut_and_beside_others(
-    strategy: KVStrategy, kv_type: KVType, identity: ProductIdentity, weights: str
+    strategy: KVStrategy, kv_type: KVType, kind: tuple[ProductIdentity, str]
 ) -> None:
-    forward = tiny_native(identity=identity, weights=weights, kv_type=kv_type)
+    forward = tiny_native(identity=kind[0], weights=kind[1], kv_type=kv_type)
     ids = ids_of(96)
     segments = list(range(16, 96, 16))
     expected = Sessions(forward, strategy).logits(0, ids, segments)

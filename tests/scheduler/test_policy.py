@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from inference_engine.scheduler.policy import (
     chunk_beside_decoders,
     places,
 )
+from tests.further import each_pair
 
 owners = st.sampled_from(["", "a", "b", "c"])
 candidates = st.lists(
@@ -72,9 +72,7 @@ def test_every_request_is_served_before_long(waiting: list[Candidate], max_batch
     assert set(served) == set(range(len(waiting)))
 
 
-@pytest.mark.parametrize("max_batch", [1, 2, 8, 64])
-@pytest.mark.parametrize("kinds", [(True,), (False,), (True, False)], ids=["prefilling", "decoding", "both"])
-@pytest.mark.parametrize("is_prefilling", [True, False], ids=["a prefill", "a decode"])
+@each_pair(max_batch=[1, 2, 8, 64], kinds=[(True,), (False,), (True, False)], is_prefilling=[True, False])
 def test_an_owner_that_floods_delays_another_owners_only_request_by_a_step_at_most(
     max_batch: int, kinds: tuple[bool, ...], is_prefilling: bool
 ) -> None:
