@@ -3,12 +3,15 @@
     safetensors    one file or shards, F32, F16, BF16; in MLX's layout, also 2 to 8 bits (grouped.py)
     GGUF           the same, and blocks of quantised numbers; see gguf_header.py
 
-What llama.cpp's converter changes is undone when a tensor is read, so that blocks stay as they are:
+What llama.cpp's converter changes is undone when a tensor is read (`gguf_architectures`). For executors that compute
+with blocks these stay as they are:
 
 - In files of the Llama kind the outputs of a head's queries and keys lie as its rotation takes them, in pairs;
   transformers rotates halves. `row_order` names the stored row of each output.
 - Gemma's norms are stored with 1 added; `as_float32` subtracts it.
 - The experts of a layer are one tensor; here each has the name that it has in safetensors.
+
+Anything else is made of the numbers of one tensor or several (`numbers`), which torch alone reads.
 
 Tied embeddings have no `lm_head.weight`, or the same numbers again; `configuration.py` looks.
 """
@@ -19,7 +22,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +33,8 @@ from numpy.typing import NDArray
 from inference_engine.errors import ModelError
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.folder import weight_files
-from inference_engine.models.gguf_config import gguf_config
+from inference_engine.models.gguf_architectures import ARCHITECTURES
+from inference_engine.models.gguf_config import gguf_config, is_of_later_tokens
 from inference_engine.models.gguf_header import GgufHeader, GgufTensor
 from inference_engine.models.safetensors_header import check_safetensors
 
@@ -94,7 +98,7 @@ class StoredTensor:
                 f"{self.path}: {self.name} is stored in blocks ({self.encoding}); norms and biases are read as F32, "
                 "F16 or BF16 only: get a file that has them so"
             )
-        return unpacked(self.encoding, self.data.reshape(self.shape[0], -1))
+        return unpacked(self.encoding, self.data.reshape(math.prod(self.shape[:-1]), -1))
 
 
 def unpacked(encoding: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -147,11 +151,15 @@ class Checkpoint(ABC):
         """A copy of a tensor's numbers, whatever they are stored as. Raises as `tensor` does."""
         return self.tensor(name, shape).as_float32()
 
+    def sources(self) -> Iterator[StoredTensor]:
+        """What all tensors are read from. Raises as `tensor` does."""
+        return (self.tensor(name) for name in self.names())
+
     def shares(self) -> dict[str, Share]:
         """Its tensors by encoding, the most frequent first. Raises as `tensor` does."""
         found: dict[str, list[StoredTensor]] = {}
-        for name in self.names():
-            found.setdefault((tensor := self.tensor(name)).encoding, []).append(tensor)
+        for tensor in self.sources():
+            found.setdefault(tensor.encoding, []).append(tensor)
         return {
             encoding: Share(
                 tensors=len(alike),
@@ -331,39 +339,15 @@ def _places(folder: Path, file: str) -> dict[str, _FileSpan]:
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
-_GLOBAL: Mapping[str, str] = MappingProxyType(
-    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-)
-_IN_LAYER: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-        "ffn_gate_inp": "mlp.gate",
-    }
-)
-_IN_GEMMA: Mapping[str, str] = MappingProxyType(
-    {
-        **_IN_LAYER,
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
+# What an expert's matrices of one layer are called, where each is a tensor of its own.
 _OF_EXPERTS: Mapping[str, str] = MappingProxyType(
     {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 )
+# Those whose `attention_bias` is of the outputs, too.
+_BIASED_OUTPUTS = ("llama", "qwen3", "gpt_oss", "granitemoehybrid", "falcon_h1")
 # Read with the configuration (gguf_config.py).
 _IGNORED = ("rope_freqs.weight",)
-_LAYER = re.compile(r"blk\.(\d{1,4})\.(\w+)\.(weight|bias)", re.ASCII)
+_LAYER = re.compile(r"blk\.(\d{1,4})\.([\w.]+)", re.ASCII)
 _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
 
@@ -375,6 +359,14 @@ class _Stored:
     expert: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Recipe:
+    """See `Made`."""
+
+    parts: tuple[GgufTensor, ...]
+    make: Callable[..., NDArray[np.float32]]
+
+
 class GgufCheckpoint(Checkpoint):
     """The tensors of a GGUF file, or of all files of a split one."""
 
@@ -383,25 +375,57 @@ class GgufCheckpoint(Checkpoint):
         self.path = header.path
         config = gguf_config(header)
         self._model_type: str = config["model_type"]
-        self._heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+        self._layers: int = config["num_hidden_layers"]
+        self._has_later = bool(header.number(f"{header.text('general.architecture')}.nextn_predict_layers"))
+        self._layout = ARCHITECTURES[header.text("general.architecture") or ""].layout(config)
         self._maps = {part: _mapped(part) for part in header.parts}
         self._tensors: dict[str, _Stored] = {}
+        self._made: dict[str, _Recipe] = {}
+        parts: dict[tuple[int, str], GgufTensor] = {}
         for tensor in header.tensors.values():
             if tensor.start + tensor.size_bytes > len(self._maps[tensor.path]):
                 raise ModelError(f"{tensor.path}: truncated while it was read; get the file again")
-            self._add(tensor)
+            self._add(tensor, parts)
+        self._make(parts)
         self._zeros: dict[str, int] = {}
-        if config.get("attention_bias") or self._model_type == "qwen2":
-            names = "qkv" if self._model_type == "qwen2" else "qkvo"
+        if config.get("attention_bias") or config.get("qkv_bias") or self._model_type == "qwen2":
+            names = "qkvo" if self._model_type in _BIASED_OUTPUTS else "qkv"
             self._complete(f"self_attn.{name}_proj" for name in names)
         if config.get("mlp_bias"):
             self._complete(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 
     def names(self) -> Sequence[str]:
-        return (*self._tensors, *self._zeros)
+        return (*self._tensors, *self._zeros, *self._made)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors or name in self._zeros
+        return name in self._tensors or name in self._zeros or name in self._made
+
+    def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        found = super().tensor(name)
+        if shape is not None and _squeezed(found.shape) == _squeezed(shape):
+            found = replace(found, shape=shape)  # llama.cpp's converter leaves out dimensions of 1, and adds some
+        return found if shape is None or found.shape == shape else super().tensor(name, shape)
+
+    def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        if (recipe := self._made.get(name)) is None:
+            return super().numbers(name, shape)
+        try:
+            found = recipe.make(*(self._stored(part.name, _Stored(tensor=part)).as_float32() for part in recipe.parts))
+        except (ValueError, IndexError, AssertionError) as error:
+            parts = ", ".join(f"{part.name} {part.shape}" for part in recipe.parts)
+            raise ModelError(f"{self.path}: {name} cannot be made of {parts}; the weights do not fit it") from error
+        if _squeezed(found.shape) != _squeezed(shape):
+            raise ModelError(
+                f"{self.path}: {name} has the shape {found.shape}, the configuration asks for {shape}; the weights do "
+                "not fit it"
+            )
+        return np.ascontiguousarray(found.reshape(shape), np.float32)
+
+    def sources(self) -> Iterator[StoredTensor]:
+        yield from (self.tensor(name) for name in (*self._tensors, *self._zeros))
+        for name, recipe in self._made.items():
+            for part in recipe.parts:
+                yield self._stored(name, _Stored(tensor=part))
 
     def _complete(self, modules: Iterable[str]) -> None:
         """A bias of zeros for each of these matrices without one. llama.cpp adds those that a file has; transformers
@@ -411,65 +435,94 @@ class GgufCheckpoint(Checkpoint):
             if name.endswith(ends) and (bias := f"{name.removesuffix('weight')}bias") not in self._tensors:
                 self._zeros[bias] = stored.tensor.shape[0]
 
-    def _add(self, tensor: GgufTensor) -> None:
-        if tensor.name in _IGNORED:
+    def _add(self, tensor: GgufTensor, parts: dict[tuple[int, str], GgufTensor]) -> None:
+        if tensor.name in _IGNORED or (self._has_later and is_of_later_tokens(tensor.name, self._layers)):
             return
+        layout, most, name = self._layout, 2, None
         if (in_layer := _LAYER.fullmatch(tensor.name)) is not None:
-            layer, what, part = in_layer.groups()
-            place = f"model.layers.{int(layer)}."
-            if what in _OF_EXPERTS and self._model_type == "qwen3_moe" and len(tensor.shape) == 3:
+            layer, inside = int(in_layer[1]), in_layer[2]
+            what, _, end = inside.rpartition(".")
+            place = f"model.layers.{layer}."
+            if any(inside in made.parts for ways in layout.made.values() for made in ways):
+                parts[layer, inside] = tensor
+                return
+            if what in _OF_EXPERTS and layout.experts and len(tensor.shape) == 3:
                 if tensor.shape[0] + len(self._tensors) > MAX_NAMES:
                     raise ModelError(f"{self.path}: more than {MAX_NAMES} tensors, which are not read")
                 for expert in range(tensor.shape[0]):
-                    name = f"{place}mlp.experts.{expert}.{_OF_EXPERTS[what]}.{part}"
-                    self._tensors[name] = _Stored(tensor=tensor, expert=expert)
+                    own = f"{place}{layout.experts}.{expert}.{_OF_EXPERTS[what]}.{end}"
+                    self._tensors[own] = _Stored(tensor=tensor, expert=expert)
                 return
-            known = (_IN_GEMMA if self._is_gemma else _IN_LAYER).get(what)
-        else:
-            outside = _OUTSIDE.fullmatch(tensor.name)
-            what, part = outside.groups() if outside else ("", "")
-            place, known = "", _GLOBAL.get(what)
-        if known is None or len(tensor.shape) > 2:
+            if (own_name := layout.names.get(inside)) is not None:
+                name = place + own_name
+            elif (module := layout.names.get(what)) is not None and end in ("weight", "bias"):
+                name = f"{place}{module}.{end}"
+        elif (outside := _OUTSIDE.fullmatch(tensor.name)) is not None and outside[1] in layout.outside:
+            name = f"{layout.outside[outside[1]]}.{outside[2]}"
+        if name is None or len(tensor.shape) > most:
             raise ModelError(
                 f"{self.path}: the tensor {tensor.name} of the shape {tensor.shape} is not one of a {self._model_type} "
                 "model; it cannot be served from GGUF"
             )
-        name = f"{place}{known}.{part}"
         if name in self._tensors:
             raise ModelError(f"{self.path}: two tensors are {name}; get the file again")
         self._tensors[name] = _Stored(tensor=tensor)
+
+    def _make(self, parts: dict[tuple[int, str], GgufTensor]) -> None:
+        """What is made of parts, in each layer that has any of them. Raises ModelError if it has not all."""
+        for layer in sorted({layer for layer, _ in parts}):
+            own = {name: tensor for (at, name), tensor in parts.items() if at == layer}
+            for name, ways in self._layout.made.items():
+                there = [way for way in ways if own.keys() & set(way.parts)]
+                whole = [way for way in there if own.keys() >= set(way.parts)]
+                if not there:
+                    continue
+                if len(there) > 1 or not whole:
+                    known = ", ".join(f"blk.{layer}.{part}" for way in there for part in way.parts if part in own)
+                    raise ModelError(
+                        f"{self.path}: {known}: not what model.layers.{layer}.{name} is made of, which is "
+                        f"{' or '.join(' and '.join(way.parts) for way in ways)}; get the file again"
+                    )
+                recipe = _Recipe(parts=tuple(own[part] for part in whole[0].parts), make=whole[0].make)
+                self._made[f"model.layers.{layer}.{name}"] = recipe
 
     def _find(self, name: str) -> StoredTensor | None:
         if (rows := self._zeros.get(name)) is not None:
             return StoredTensor(
                 name=name, path=self.path, shape=(rows,), encoding="F32", data=np.zeros(4 * rows, np.uint8)
             )
-        if (stored := self._tensors.get(name)) is None:
-            return None
+        if name in self._made:
+            raise ModelError(
+                f"{self.path}: {name} is not one tensor of the file as it lies there; torch alone reads it"
+            )
+        return None if (stored := self._tensors.get(name)) is None else self._stored(name, stored)
+
+    def _stored(self, name: str, stored: _Stored) -> StoredTensor:
         tensor = stored.tensor
         data, shape = self._maps[tensor.path][tensor.start : tensor.start + tensor.size_bytes], tensor.shape
         if stored.expert is not None:
             size = tensor.size_bytes // shape[0]
             data, shape = data[stored.expert * size :][:size], shape[1:]
+        is_own = name in self._tensors
         return StoredTensor(
             name=name,
             path=tensor.path,
             shape=shape,
             encoding=tensor.encoding.name,
             data=data,
-            row_order=self._row_order(name, shape[0]),
-            added=1.0 if self._is_gemma and name.endswith("norm.weight") else 0.0,
+            row_order=self._row_order(name, shape[0]) if is_own else None,
+            added=1.0 if is_own and self._layout.plus_one and name.endswith("norm.weight") else 0.0,
         )
-
-    @property
-    def _is_gemma(self) -> bool:
-        return self._model_type.startswith("gemma")
 
     def _row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
         """llama.cpp's converter makes rows of [heads, 2, D/2] to [heads, D/2, 2]."""
-        heads = self._heads.get(name.split(".")[-2]) if self._model_type in ("llama", "mistral") else None
+        heads = self._layout.heads.get(name.split(".")[-2]) if name.count(".") else None
         if heads is None:
             return None
         if rows % (2 * heads):
             raise ModelError(f"{self.path}: {name} has {rows} outputs, which are not {heads} heads of an even size")
         return np.arange(rows, dtype=np.int64).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)

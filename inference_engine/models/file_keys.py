@@ -17,7 +17,28 @@ Keys = Mapping[str, tuple[str, str]]  # what becomes of it, and how
 
 _MOST_NAMED = 6
 _TRAINING = "training"
+_KV_HEADS = (
+    "KV heads; absent: as many as query heads. `granitehybrid`, `lfm2`, `lfm2moe`, `qwen35`, `qwen35moe`, `qwen3next`: "
+    "a layer with 0 has no attention"
+)
+_ROTATED = (
+    "the numbers of a head that are rotated; absent: all. `glm4moe`, `qwen3next`, `qwen35`, `qwen35moe`: or a part; "
+    "`deepseek2`, `minicpm3`: required; others refuse a part"
+)
+_WINDOWS = (
+    "`gemma2`: absent 4,096; `gemma3`: absent or 0 none; `gemma4`, `gpt-oss`: required; `llama`: as Mistral's, "
+    "llama.cpp ignores it; `lfm2`, `lfm2moe`: refused; others: none"
+)
+_INNER_OF_EXPERTS = (
+    "`qwen2moe`, `qwen3moe`, `qwen35moe`, `qwen3next`: absent, `feed_forward_length` by `expert_used_count`; other "
+    "mixtures: required; `llama`, `granitehybrid`: no effect, experts have `feed_forward_length`"
+)
+_SCORES = (
+    "1, softmax, or 2, sigmoid. `deepseek2`: absent 1, but for the sizes of GLM-4.7-Flash; `glm4moe`: absent 2; "
+    "`lfm2moe`: 2, required; others: no effect"
+)
 _NOT_IN_LLAMA_CPP = "llama.cpp does not read it for these models; the log names a value that is not YaRN's own"
+_OTHER_MODELS = "llama.cpp reads it for other models"
 _DECIDED = "the tensors decide"
 _ABOUT = "about the file"
 _DEFAULTS_OF_SAMPLING = "sampling is what a request says"
@@ -34,7 +55,7 @@ GGUF_KEYS = _keys(
     (
         "general.architecture",
         HONOURED,
-        "`llama`, `qwen2`, `qwen3`, `qwen3moe`, `gemma2` or `gemma3`; others are refused",
+        "those of [GGUF files](../operations.md#gguf-files); others are refused",
     ),
     ("general.alignment", HONOURED, "where tensors begin; absent: 32"),
     ("general.type", REFUSED, "adapters, projectors and matrices of importance; absent or `model` is a model"),
@@ -50,15 +71,25 @@ GGUF_KEYS = _keys(
 ARCHITECTURE_KEYS = _keys(
     ("context_length", HONOURED, "the trained positions; required"),
     ("embedding_length block_count", HONOURED, "sizes, which the tensors must have; required"),
-    ("feed_forward_length", HONOURED, "likewise; `qwen3moe`: not required, for experts have a size of their own"),
+    (
+        "feed_forward_length",
+        HONOURED,
+        "likewise; not required where experts have a size of their own; `gemma4`: or a value for each layer",
+    ),
     ("attention.head_count", HONOURED, "query heads; required"),
-    ("attention.head_count_kv", HONOURED, "KV heads; absent: as many as query heads"),
+    ("attention.head_count_kv", HONOURED, _KV_HEADS),
     ("attention.key_length", HONOURED, "numbers of a head; absent: `embedding_length` by heads"),
     ("attention.value_length", HONOURED, "must equal the former, which is its default"),
     ("attention.layer_norm_rms_epsilon", HONOURED, "required"),
-    ("rope.dimension_count", HONOURED, "must be all numbers of a head, which is its default"),
+    ("rope.dimension_count", HONOURED, _ROTATED),
+    ("rope.dimension_sections", NO_EFFECT, "a token of text has one position, whatever pictures have"),
     ("rope.freq_base", HONOURED, "absent: 10,000"),
-    ("rope.freq_base_swa", HONOURED, "`gemma3`: of layers with a window; absent: 10,000"),
+    ("rope.freq_base_swa", HONOURED, "`gemma3`, `gemma4`: of layers with a window; absent: 10,000"),
+    (
+        "attention.key_length_swa attention.value_length_swa rope.dimension_count_swa",
+        HONOURED,
+        "`gemma4`: of layers with a window, all alike; the first is required",
+    ),
     ("rope.scaling.type", HONOURED, "`none`, `linear` or `yarn`; absent: `linear`, if there is a factor"),
     ("rope.scaling.factor", HONOURED, "absent or 0: 1"),
     ("rope.scale_linear", HONOURED, "the old name, read where the former is not there"),
@@ -67,23 +98,81 @@ ARCHITECTURE_KEYS = _keys(
     ("rope.scaling.*", REFUSED, "other scalings of the rotation"),
     ("rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor", NO_EFFECT, _NOT_IN_LLAMA_CPP),
     ("rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow", NO_EFFECT, _NOT_IN_LLAMA_CPP),
-    ("rope.scaling.yarn_log_multiplier rope.scaling.alpha", NO_EFFECT, "llama.cpp reads it for other models"),
     (
-        "attention.sliding_window",
+        "rope.scaling.yarn_log_multiplier",
         HONOURED,
-        "`gemma2`: absent 4,096; `gemma3`: absent or 0 none; `llama`: as Mistral's, llama.cpp ignores it; others: none",
+        "`deepseek2`: a tenth of what scales attention with YaRN, required there; others: no effect",
     ),
-    ("attention.sliding_window_pattern", HONOURED, "`gemma2`: absent 2; `gemma3`: absent 6, or a value for each layer"),
+    ("rope.scaling.alpha", NO_EFFECT, _OTHER_MODELS),
+    ("attention.sliding_window", HONOURED, _WINDOWS),
+    (
+        "attention.sliding_window_pattern",
+        HONOURED,
+        "`gemma2`, `gpt-oss`: absent 2; `gemma3`: absent 6, or a value for each layer, which `gemma4` requires",
+    ),
     ("attn_logit_softcapping", HONOURED, "`gemma2`: absent 50; `gemma3`: absent none; 0: none; others: no effect"),
-    ("final_logit_softcapping", HONOURED, "`gemma2`: absent 30; `gemma3`: absent none; 0: none; others: no effect"),
-    ("expert_count", HONOURED, "`qwen3moe`: required; `llama`: refused"),
-    ("expert_used_count expert_feed_forward_length", HONOURED, "`qwen3moe`: required"),
+    (
+        "final_logit_softcapping",
+        HONOURED,
+        "`gemma2`: absent 30; `gemma3`, `gemma4`: absent none; 0: none; others: no effect",
+    ),
+    (
+        "expert_count expert_used_count",
+        HONOURED,
+        "mixtures: required; absent or 0: `llama`, `gemma4` and `granitehybrid` are dense",
+    ),
+    ("expert_feed_forward_length", HONOURED, _INNER_OF_EXPERTS),
+    (
+        "expert_shared_feed_forward_length",
+        HONOURED,
+        "`qwen2moe`, `qwen35moe`, `qwen3next`: absent, `feed_forward_length`; `granitehybrid`: required of mixtures",
+    ),
+    ("expert_shared_count", HONOURED, "`glm4moe`, `deepseek2`: required"),
+    ("leading_dense_block_count", HONOURED, "`glm4moe`, `deepseek2`, `lfm2moe`: layers without experts; absent: 0"),
+    (
+        "expert_group_count expert_group_used_count",
+        HONOURED,
+        "`glm4moe`, `deepseek2`: absent, no groups; other mixtures with groups are refused",
+    ),
+    ("expert_gating_func", HONOURED, _SCORES),
+    ("expert_weights_norm", HONOURED, "`glm4moe`, `deepseek2`: absent false; others: no effect, each has its own way"),
+    ("expert_weights_scale", HONOURED, "`glm4moe`, `deepseek2`: absent or 0: 1; others: no effect"),
+    ("nextn_predict_layers", HONOURED, "how many of the layers predict later tokens, and are not loaded; absent: 0"),
+    (
+        "ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size",
+        HONOURED,
+        "layers with a recurrent state: sizes, which the tensors must have; required",
+    ),
+    ("attention.recurrent_layers", HONOURED, "`qwen35`, `qwen35moe`, `qwen3next`: which layers have a recurrent state"),
+    (
+        "full_attention_interval",
+        HONOURED,
+        "the same, where the former is not there: every so many have none; absent: 4",
+    ),
+    ("shortconv.l_cache", HONOURED, "`lfm2`, `lfm2moe`: inputs of a short convolution; required"),
+    (
+        "attention.scale embedding_scale residual_scale logit_scale",
+        HONOURED,
+        "`granitehybrid`: absent or 0: 1, of attention the inverse root of a head's size; others: no effect",
+    ),
+    (
+        "attention.q_lora_rank attention.kv_lora_rank",
+        HONOURED,
+        "`deepseek2`, `minicpm3`: sizes, which the tensors must have; absent, queries have no rank",
+    ),
+    (
+        "attention.key_length_mla attention.value_length_mla",
+        HONOURED,
+        "`deepseek2`: numbers of a head; absent: `attention.key_length` and `attention.value_length`, in older files",
+    ),
+    ("attention.shared_kv_layers", HONOURED, "`gemma4`: the last layers, which read the K and V of others; absent: 0"),
+    ("embedding_length_per_layer_input", HONOURED, "`gemma4`: of E2B and E4B; absent or 0: none"),
+    ("attention.temperature_scale attention.temperature_length", REFUSED, "attention scaled by position; 0: none"),
     ("attention.causal", REFUSED, "false: attention to later tokens; absent: true"),
-    ("rope.scaling.finetuned", NO_EFFECT, _TRAINING),
+    ("rope.scaling.finetuned", HONOURED, "`granitehybrid`: false: no rotation; absent: true; others: no effect"),
     ("vocab_size", NO_EFFECT, "the rows of the embedding decide"),
     ("tensor_data_layout", NO_EFFECT, "llama.cpp's own note of its converter"),
     ("pooling_type", NO_EFFECT, "for embeddings of texts"),
-    ("expert_weights_norm expert_weights_scale expert_gating_func", NO_EFFECT, "llama.cpp reads it for other models"),
 )
 
 _ID = "this token of the tokenizer has this id; absent or 2³²−1 means none"

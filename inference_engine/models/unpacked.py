@@ -33,7 +33,8 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
         with torch.device("meta"):
-            wanted = {name: tuple(part.shape) for name, part in kind(copy.deepcopy(config)).named_parameters()}
+            made = kind(copy.deepcopy(config))
+        wanted = {name: tuple(part.shape) for name, part in made.state_dict().items()}
         is_tied = bool(config.tie_word_embeddings)
         if is_tied:
             wanted.pop(HEAD, None)
@@ -62,7 +63,7 @@ def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
 def _parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
     import torch
 
-    if _EXPERTS not in name:
+    if name in checkpoint or _EXPERTS not in name:
         return torch.from_numpy(checkpoint.numbers(name, shape))
     experts, outputs, inputs = shape
     layer, _, kind = name.rpartition(".")

@@ -15,8 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.models.gguf_layouts import SMALL
 from tests.models.test_quantised_checkpoints import GPTQ, in_gptq
-from tests.models.tiny_gguf import SMALL, tiny_model, write_gguf
+from tests.models.tiny_gguf import tiny_model, write_gguf
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
@@ -427,6 +428,10 @@ ODD: Mapping[str, Odd] = {
     ),
     "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
+    "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch",), refusal="qwen3_5_text"),
+    "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="deepseek_v3"),
+    "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch",), refusal="gemma4_text"),
+    "GGUF, the rounding of YaRN's bounds": gguf_of("gpt-oss", served_by=("torch",), refusal="gpt_oss", note="bounds"),
     "GGUF, caps of 0": gguf_of(
         configured(
             "Gemma2",
@@ -478,6 +483,9 @@ REPEATED = (
     "shards",
     "no desc_act, inputs in an order of their own",
     "GGUF, split, another part named",
+    "GGUF, one vector for all heads",
+    "GGUF, Gemma 4",
+    "GGUF, the rounding of YaRN's bounds",
     "GGUF with a head",
     "GGUF, the old name of a factor",
     "GGUF, a factor that is not used",

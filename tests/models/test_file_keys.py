@@ -86,6 +86,40 @@ ARCHITECTURE_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "expert_count": ("qwen3moe", {}, 5),
     "expert_used_count": ("qwen3moe", {}, 1),
     "expert_feed_forward_length": ("qwen3moe", {}, 16),
+    "expert_shared_feed_forward_length": ("qwen2moe", {}, 32),
+    "expert_shared_count": ("glm4moe", {}, 1),
+    "leading_dense_block_count": ("glm4moe", {}, 0),
+    "expert_group_count": ("glm4moe", {}, 2),
+    "expert_group_used_count": ("deepseek2", {}, 2),
+    "expert_gating_func": ("glm4moe", {}, 1),
+    "expert_weights_norm": ("glm4moe", {}, False),
+    "expert_weights_scale": ("glm4moe", {}, 3.0),
+    "nextn_predict_layers": ("glm4moe", {}, 1),
+    "ssm.conv_kernel": ("qwen35", {}, 3),
+    "ssm.state_size": ("qwen35", {}, 16),
+    "ssm.group_count": ("qwen35", {}, 1),
+    "ssm.time_step_rank": ("qwen35", {}, 2),
+    "ssm.inner_size": ("qwen35", {}, 64),
+    "attention.recurrent_layers": ("qwen35", {}, [True, False, False]),
+    "full_attention_interval": ("qwen35", {"attention.recurrent_layers": None, "full_attention_interval": 3}, 2),
+    "shortconv.l_cache": ("lfm2", {}, 4),
+    "attention.scale": ("granitehybrid", {}, 0.4),
+    "embedding_scale": ("granitehybrid", {}, 1.0),
+    "residual_scale": ("granitehybrid", {}, 1.0),
+    "logit_scale": ("granitehybrid", {}, 1.0),
+    "rope.scaling.finetuned": ("granitehybrid", {}, True),
+    "attention.q_lora_rank": ("deepseek2", {}, 16),
+    "attention.kv_lora_rank": ("deepseek2", {}, 16),
+    "attention.key_length_mla": ("deepseek2", {}, 40),
+    "attention.value_length_mla": ("deepseek2", {}, 8),
+    "rope.scaling.yarn_log_multiplier": ("deepseek2", {}, 0.05),
+    "attention.key_length_swa": ("gemma4", {}, 8),
+    "attention.value_length_swa": ("gemma4", {}, 8),
+    "rope.dimension_count_swa": ("gemma4", {}, 8),
+    "attention.shared_kv_layers": ("gemma4", {}, 1),
+    "embedding_length_per_layer_input": ("gemma4", {}, 8),
+    "attention.temperature_scale": ("llama", {}, 0.1),
+    "attention.temperature_length": ("llama", {}, 8),
 }
 
 
@@ -96,16 +130,18 @@ def gguf(path: Path, family: str, values: Changes) -> Path:
 
 def test_every_key_of_an_architecture_changes_the_model_or_is_refused(tmp_path: Path, cache: Path) -> None:
     assert set(ARCHITECTURE_CHANGES) == set(effects(ARCHITECTURE_KEYS, HONOURED, REFUSED))
-    plain: dict[str, Any] = {}
+    known: dict[str, Any] = {}
     for key, (family, others, value) in ARCHITECTURE_CHANGES.items():
-        before = outcome(gguf(tmp_path / "before.gguf", family, others), cache)
+        kept = json.dumps([family, dict(others)])
+        if kept not in known:
+            known[kept] = outcome(gguf(tmp_path / "before.gguf", family, others), cache)
+        before = known[kept]
         assert not isinstance(before, str), (key, before)
         name = key.replace("*", "of_tomorrow")
         after = outcome(gguf(tmp_path / "after.gguf", family, {**others, name: value}), cache)
         assert after != before, key
         if ARCHITECTURE_KEYS[key][0] == REFUSED:
             assert isinstance(after, str) and name in after
-        plain.setdefault(family, before)
 
 
 def test_keys_of_gguf_without_effect_change_nothing_and_others_are_named(tmp_path: Path, cache: Path) -> None:

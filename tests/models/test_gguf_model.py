@@ -159,7 +159,7 @@ def rewritten(path: Path, family: str = "llama", *, leave_out: str = "", **numbe
         ({"embedding_length": 0}, r"llama\.embedding_length is 0"),
         ({"embedding_length": 2**32 - 1}, r"llama\.embedding_length is 4294967295"),
         ({"block_count": 5000}, "5000 layers; at most 1024 can be served, and the file holds 1 tensors"),
-        ({"expert_count": 8}, "a llama with 8 experts"),
+        ({"expert_count": 8}, r"llama\.expert_used_count is None"),
         ({"rope__dimension_count": 8, "attention__key_length": 16}, "8 of the 16 numbers of a head are rotated"),
         ({"attention__key_length": 16, "attention__value_length": 8}, "keys of 16 numbers and values of 8"),
         ({"rope__scaling__of_tomorrow": 2}, r"llama\.rope\.scaling\.of_tomorrow: rotation scaled in this way"),
@@ -178,7 +178,7 @@ def test_a_configuration_that_cannot_be_served_is_refused(
 @pytest.mark.hostile
 @pytest.mark.parametrize("hidden", [64, 2**30])
 def test_weights_that_do_not_fit_are_refused_before_memory_is_taken(hidden: int, tmp_path: Path, cache: Path) -> None:
-    path = rewritten(tmp_path / "model.gguf", embedding_length=hidden, rope__dimension_count=16)
+    path = rewritten(tmp_path / "model.gguf", embedding_length=hidden, attention__key_length=16)
     with pytest.raises(ModelError, match=r"model\.gguf: (no tensor model|model\.embed_tokens\.weight has the shape)"):
         load_model(str(path), cache=cache)
 

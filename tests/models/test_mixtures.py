@@ -12,6 +12,7 @@ from inference_engine.engine import Engine
 from inference_engine.types import Mode
 from tests.laws.variants import generate, same, text
 from tests.models.odd_models import configured
+from tests.models.tiny_gguf import tiny_model, write_gguf
 from tests.tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("trying_no_strategies")
@@ -27,11 +28,21 @@ MIXTURES = {
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_generates_natively_what_torch_generates(kind: str, tmp_path: Path) -> None:
     configured(kind, **MIXTURES[kind])().save_pretrained(tmp_path / "model")
+    generates_natively_what_torch_generates(tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2moe", "glm4moe"])
+def test_a_mixture_in_gguf_does_too(family: str, tmp_path: Path) -> None:
+    write_gguf(tiny_model(family), tmp_path / "model.gguf", "Q8_0")
+    generates_natively_what_torch_generates(tmp_path / "model.gguf")
+
+
+def generates_natively_what_torch_generates(path: Path) -> None:
     found = []
     for backend in ("native", "torch"):
         kept = {"kv_dtype": "float32"} if backend == "native" else {}
-        folder, cache = str(tmp_path / "model"), str(tmp_path / "cache")
-        model = ModelConfig(model=folder, cache_dir=cache, device="cpu", backend=backend, threads=1, **kept)
+        cache = str(path.parent / "cache")
+        model = ModelConfig(model=str(path), cache_dir=cache, device="cpu", backend=backend, threads=1, **kept)
         with Engine(open_backend(model), EngineConfig(**SMALL)) as engine:
             session = engine.create_session().session_id
             engine.append(session, text(40))

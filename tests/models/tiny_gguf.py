@@ -15,22 +15,9 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
 from inference_engine.models.encodings import BY_NAME
+from tests.models.gguf_layouts import MORE_FAMILIES, SMALL, architecture_of, converted, fill, values_of
 from tests.models.tiny_folder import byte_tokens
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
 _GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
 FAMILIES: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(
@@ -52,22 +39,6 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
         },
     ),
 }
-_WORDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate": "ffn_gate_inp",
-    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{name}_norm": f"attn_{name}_norm" for name in "qk"},
-    **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
-}
-_GEMMA_LAYER = {
-    **_LAYER,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
 
 
 def tiny_model(family: str, **changes: Any) -> Any:
@@ -75,15 +46,18 @@ def tiny_model(family: str, **changes: Any) -> Any:
 
     changes: of its configuration.
     """
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **MORE_FAMILIES}[family]()
     for name, value in changes.items():
         setattr(config, name, value)
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(11)
         model: Any = transformers.AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        if family in MORE_FAMILIES:
+            fill(model)
+        else:
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
 
 
@@ -152,22 +126,20 @@ def write_gguf(
     leaves one out. tensors: changes them. most_tensors: of each of several files; 0 for one file.
     """
     config = model.config
-    family = {"qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "mistral": "llama"}.get(
-        config.model_type, config.model_type
-    )
+    family = architecture_of(config)
     writer = GGUFWriter(path, family, split_max_tensors=most_tensors)
     _write_values(writer, config)
     _write_tokenizer(writer, config.vocab_size, pre, spelled, ids)
     for key, value in values.items():
         writer.kv_data[0].pop(key, None)
         if value is not None:
-            own = GGUFValueType.get_type(value)
-            writer.add_key_value(key, value, GGUFValueType.UINT32 if own is GGUFValueType.INT32 else own)
-    converted: dict[str, Any] = _converted(model)
+            _add(writer, key, value)
+    found: dict[str, Any] = converted(model)
     if tensors is not None:
-        tensors(converted)
-    for name, tensor in converted.items():
-        stored = "F32" if tensor.ndim == 1 else encoding if isinstance(encoding, str) else encoding(name)
+        tensors(found)
+    for name, tensor in found.items():
+        is_small = tensor.ndim == 1 or tensor.shape[-1] < 32  # convolutions, too
+        stored = "F32" if is_small else encoding if isinstance(encoding, str) else encoding(name)
         if stored != "F32":
             kind = GGMLQuantizationType[stored]
             writer.add_tensor(name, _in_blocks(tensor, kind), raw_dtype=kind)
@@ -191,68 +163,50 @@ def _in_blocks(tensor: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.n
         return blocks.reshape(*rows, -1)
 
 
-def _converted(model: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
-    config, kind = model.config, model.config.model_type
-    is_gemma = kind.startswith("gemma")
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    found = {}
-    for name, parameter in model.state_dict().items():
-        tensor = parameter.float().numpy()
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if ".experts." in name:
-            layer = name.split(".")[2]
-            if name.endswith("gate_up_proj"):
-                half = tensor.shape[1] // 2
-                found[f"blk.{layer}.ffn_gate_exps.weight"] = np.ascontiguousarray(tensor[:, :half])
-                found[f"blk.{layer}.ffn_up_exps.weight"] = np.ascontiguousarray(tensor[:, half:])
-            else:
-                found[f"blk.{layer}.ffn_down_exps.weight"] = tensor
-            continue
-        module, part = name.rsplit(".", 1)
-        if module in _WORDS:
-            stored = _WORDS[module]
-        else:
-            layer, inside = module.removeprefix("model.layers.").split(".", 1)
-            own = (_GEMMA_LAYER if is_gemma else _LAYER)[inside]
-            stored = f"blk.{layer}.{own}"
-            if kind in ("llama", "mistral") and own in heads:
-                # As in convert_hf_to_gguf.py: LlamaModel.permute.
-                shape = (heads[own], 2, tensor.shape[0] // heads[own] // 2, *tensor.shape[1:])
-                tensor = tensor.reshape(shape).swapaxes(1, 2).reshape(tensor.shape)
-        if is_gemma and name.endswith("norm.weight"):
-            tensor = tensor + 1
-        found[f"{stored}.{part}"] = np.ascontiguousarray(tensor)
-    return found
-
-
 def _write_values(writer: GGUFWriter, config: Any) -> None:
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if config.model_type in ("llama", "mistral"):
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    elif config.model_type != "qwen2":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+    kind = config.model_type
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] == "linear":
-        writer.add_string(f"{writer.arch}.rope.scaling.type", "linear")
-        writer.add_rope_scaling_factor(rope["factor"])
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type.startswith("gemma"):
-        writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    values: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.to_dict()["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": rope["rope_theta"],
+    }
+    if kind in ("llama", "mistral"):
+        values["rope.dimension_count"] = config.hidden_size // config.num_attention_heads
+    elif kind in ("qwen3", "qwen3_moe", "gemma2", "gemma3_text"):
+        values |= {"attention.key_length": config.head_dim, "attention.value_length": config.head_dim}
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if kind == "qwen3_moe":
+        values |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    if kind.startswith("gemma"):
+        values["attention.sliding_window"] = config.sliding_window
+    if kind == "gemma2":
+        values |= {name: getattr(config, name) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+    for name, value in {**values, **values_of(config)}.items():
+        if value is not None:
+            _add(writer, f"{writer.arch}.{name}", value)
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    own = GGUFValueType.get_type(value)
+    writer.add_key_value(
+        key,
+        value,
+        GGUFValueType.UINT32 if own is GGUFValueType.INT32 else own,
+        **({"sub_type": GGUFValueType.get_type(value[0])} if own is GGUFValueType.ARRAY else {}),
+    )
 
 
 def _write_tokenizer(

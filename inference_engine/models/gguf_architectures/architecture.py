@@ -1,0 +1,117 @@
+"""What an architecture of GGUF files is: the configuration that its keys say, and transformers' names of its tensors.
+
+An architecture's file has both. What llama.cpp's converter changes in a tensor is undone in one of two ways. Where rows
+lie in another order or one was added, the tensor stays as it lies (`heads` and `plus_one` of `TensorLayout`), for
+executors that compute with blocks. Everything else is `Made` of numbers, which torch alone reads.
+
+Sources: convert_hf_to_gguf.py and conversion/, gguf-py/gguf/tensor_mapping.py and src/models/ of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_engine.models.gguf_architectures.header_keys import Keys
+
+Numbers = NDArray[np.float32]
+Config = Mapping[str, Any]
+
+OUTSIDE: Mapping[str, str] = MappingProxyType(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+)
+ATTENTION: Mapping[str, str] = MappingProxyType(
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+    }
+)
+GATED: Mapping[str, str] = MappingProxyType(
+    {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+)
+IN_LAYER: Mapping[str, str] = MappingProxyType({**ATTENTION, **GATED, "ffn_norm": "post_attention_layernorm"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Made:
+    """A tensor made of the numbers of `parts`, tensors of the file in the same layer; `make` has them in that order."""
+
+    parts: tuple[str, ...]
+    make: Callable[..., Numbers]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorLayout:
+    """The tensors of one configuration.
+
+    names: of a layer, without `.weight` and `.bias`, or with them where transformers' name has other ends. outside: of
+    no layer. made: by transformers' names in a layer; of several ways, the one whose parts are there. experts: what
+    names the experts of a layer, whose matrices become one tensor each. heads: the modules whose rows lie as rotation
+    in pairs takes them, and how many heads each has. plus_one: are norms stored with 1 added?
+    """
+
+    names: Mapping[str, str] = field(default_factory=lambda: IN_LAYER)
+    outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
+    made: Mapping[str, tuple[Made, ...]] = field(default_factory=dict)
+    experts: str = ""
+    heads: Mapping[str, int] = field(default_factory=dict)
+    plus_one: bool = False
+
+
+def plain(_config: Config) -> TensorLayout:
+    return TensorLayout()
+
+
+def in_pairs(config: Config) -> Mapping[str, int]:
+    """`TensorLayout.heads` of files of the Llama kind."""
+    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Architecture:
+    """config: as transformers' config.json has it, of the file's keys. layout: of that configuration."""
+
+    config: Callable[[Keys], dict[str, Any]]
+    layout: Callable[[Config], TensorLayout] = plain
+
+
+# -- what converters do, undone ---------------------------------------------------------------------------------------
+
+
+def same(numbers: Numbers) -> Numbers:
+    return numbers
+
+
+def log_of_decay(numbers: Numbers) -> Numbers:
+    """A_log, of −exp(A_log)."""
+    return np.log(-numbers)
+
+
+def joined(*parts: Numbers) -> Numbers:
+    """Rows below each other: of matrices [..., outputs, inputs], of vectors the numbers behind each other."""
+    return np.concatenate(parts, axis=-2 if parts[0].ndim > 1 else 0)
+
+
+def changed(change: Callable[[Numbers], Numbers], part: str) -> tuple[Made, ...]:
+    return (Made(parts=(part,), make=change),)
+
+
+def fused_experts(module: str) -> dict[str, tuple[Made, ...]]:
+    """All experts of a layer: gates above ups in one tensor, as transformers has them."""
+    return {
+        f"{module}.gate_up_proj": (
+            Made(parts=("ffn_gate_exps.weight", "ffn_up_exps.weight"), make=joined),
+            Made(parts=("ffn_gate_up_exps.weight",), make=same),
+        ),
+        f"{module}.down_proj": changed(same, "ffn_down_exps.weight"),
+    }

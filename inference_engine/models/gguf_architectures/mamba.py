@@ -1,0 +1,146 @@
+"""Mamba2 beside attention: Granite 4 and Bamba by layers, Falcon-H1 in every layer.
+
+llama.cpp has Bamba as a Granite whose numbers are all 1; here it is one, too. Falcon-H1's converter multiplies its
+matrices by the model's numbers, so here these are 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inference_engine.models.gguf_architectures.architecture import (
+    IN_LAYER,
+    Architecture,
+    Config,
+    Made,
+    TensorLayout,
+    changed,
+    fused_experts,
+    in_pairs,
+    joined,
+    log_of_decay,
+    same,
+)
+from inference_engine.models.gguf_architectures.header_keys import Keys
+
+_MIXER = "mamba."
+_NAMES = {
+    "ssm_in": f"{_MIXER}in_proj",
+    "ssm_out": f"{_MIXER}out_proj",
+    "ssm_conv1d": f"{_MIXER}conv1d",
+    "ssm_dt.bias": f"{_MIXER}dt_bias",
+    "ssm_d": f"{_MIXER}D",
+}
+_DECAY = {f"{_MIXER}A_log": changed(log_of_decay, "ssm_a")}
+
+
+def _mixer(keys: Keys) -> dict[str, Any]:
+    heads, inner = keys.size("ssm.time_step_rank"), keys.size("ssm.inner_size")
+    groups = keys.size("ssm.group_count")
+    if inner % heads or heads % groups:
+        raise keys.refusal(
+            f"{heads} heads in {groups} groups for {inner} numbers ({keys.key('ssm.time_step_rank')}, "
+            "ssm.group_count, ssm.inner_size); get the file again"
+        )
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_d_state": keys.size("ssm.state_size"),
+        "mamba_n_groups": groups,
+        "mamba_d_conv": keys.size("ssm.conv_kernel"),
+        "mamba_conv_bias": keys.has_bias("ssm_conv1d"),
+        "mamba_proj_bias": False,
+    }
+
+
+def _granite(keys: Keys) -> dict[str, Any]:
+    common, mixer = keys.common(hybrid=True), _mixer(keys)
+    heads = keys.of_layers("attention.head_count_kv") or []
+    inner = mixer["mamba_n_heads"] * mixer["mamba_d_head"]
+    if inner % common["hidden_size"]:
+        raise keys.refusal(f"{keys.key('ssm.inner_size')} is {inner}, no multiple of {common['hidden_size']}")
+    experts = keys.optional("expert_count") or 0
+    shared = keys.optional("expert_shared_feed_forward_length") or 0
+    if experts and not shared:
+        raise keys.refusal(
+            f"{experts} experts, and {keys.key('expert_shared_feed_forward_length')} is {shared}; only mixtures with "
+            "an expert for all tokens can be served"
+        )
+    return {
+        **common,
+        **mixer,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "mamba_expand": inner // common["hidden_size"],
+        "layer_types": ["attention" if count else "mamba" for count in heads],
+        "position_embedding_type": "rope" if keys.flag("rope.scaling.finetuned", True) else None,
+        "attention_multiplier": keys.factor("attention.scale", common["head_dim"] ** -0.5),
+        "embedding_multiplier": keys.factor("embedding_scale"),
+        "residual_multiplier": keys.factor("residual_scale"),
+        "logits_scaling": keys.factor("logit_scale"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": keys.experts()["used"] if experts else 0,
+        "shared_intermediate_size": shared if experts else common["intermediate_size"],
+        "attention_bias": keys.has_bias("attn_q", "attn_k", "attn_v", "attn_output"),
+    }
+
+
+def _granite_layout(config: Config) -> TensorLayout:
+    names = {name: own for name, own in IN_LAYER.items() if not name.startswith("ffn_") or name == "ffn_norm"}
+    shared, experts = "shared_mlp.", "block_sparse_moe."
+    end = "_shexp" if config["num_local_experts"] else ""
+    made = {
+        **_DECAY,
+        f"{_MIXER}norm.weight": changed(same, "ssm_norm.weight"),
+        f"{shared}input_linear.weight": (Made(parts=(f"ffn_gate{end}.weight", f"ffn_up{end}.weight"), make=joined),),
+    }
+    if config["num_local_experts"]:
+        made |= fused_experts(f"{experts}experts")
+    return TensorLayout(
+        names={
+            **names,
+            **_NAMES,
+            f"ffn_down{end}": f"{shared}output_linear",
+            "ffn_gate_inp": f"{experts}router",
+        },
+        made=made,
+        heads=in_pairs(config),
+    )
+
+
+def _falcon_h1(keys: Keys) -> dict[str, Any]:
+    if keys.has_in_layer("ssm_norm.weight"):
+        raise keys.refusal(
+            "Falcon-H1 with a norm in its mixer (ssm_norm), whose place the file does not say, cannot be served from "
+            "GGUF; a folder of safetensors can"
+        )
+    mixer = _mixer(keys)
+    ones = ("attention_in", "attention_out", "embedding", "key", "lm_head", "ssm_in", "ssm_out")
+    return {
+        **keys.common(),
+        **mixer,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "mamba_d_ssm": mixer["mamba_n_heads"] * mixer["mamba_d_head"],
+        "mamba_rms_norm": False,
+        "attention_bias": keys.has_bias("attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": keys.has_bias("ffn_gate", "ffn_up", "ffn_down"),
+        **{f"{name}_multiplier": 1.0 for name in ones},
+        "mlp_multipliers": [1.0, 1.0],
+        "ssm_multipliers": [1.0] * 5,
+    }
+
+
+def _falcon_h1_layout(_config: Config) -> TensorLayout:
+    mlp = {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+    return TensorLayout(
+        names={**IN_LAYER, **_NAMES, **mlp, "ffn_norm": "pre_ff_layernorm.weight"},
+        outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        made=_DECAY,
+    )
+
+
+ARCHITECTURES = {
+    "granitehybrid": Architecture(config=_granite, layout=_granite_layout),
+    "falcon-h1": Architecture(config=_falcon_h1, layout=_falcon_h1_layout),
+}
