@@ -42,7 +42,8 @@ from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.views import Mixer
 from inference_engine.models.layer_traits import TRIAL, find_traits
-from inference_engine.models.seam import ATTENTION, Seam, check_config, layer_types
+from inference_engine.models.layer_types import check_config, layer_types
+from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 
 logger = logging.getLogger(__name__)

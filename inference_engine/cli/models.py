@@ -158,7 +158,7 @@ def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
 
 
 def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verified: bool) -> list[tuple[str, str]]:
-    from inference_engine.models.seam import has_attention, has_state, layer_types
+    from inference_engine.models.layer_types import has_attention, has_state, layer_types
 
     config: Any = read_config(checked)
     text = config.get_text_config()

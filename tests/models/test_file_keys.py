@@ -26,8 +26,8 @@ from inference_engine.models.file_keys import (
     Keys,
     unlisted,
 )
+from inference_engine.models.layer_types import check_config
 from inference_engine.models.quantised_layout import layout_in
-from inference_engine.models.seam import check_config
 from inference_engine.models.tokenizer_ids import file_end_ids
 from tests.further import further_test
 from tests.models.odd_models import configured, in_gptq_order, saved
