@@ -497,21 +497,27 @@ class _ExactTokens(WholeTokens):
     def __init__(self, geometry: Geometry) -> None:
         self.layers = latent_layers(geometry)
         self.bytes_per_token = self.least_bytes_per_token = exact_bytes_per_token(geometry)
-        self._shapes = [(geometry.layers[layer].kv_heads, geometry.layers[layer].head_dim) for layer in self.layers]
+        self._layers = [geometry.layers[layer] for layer in self.layers]
 
     def at(self, bytes_per_token: int) -> Self:
         assert bytes_per_token == self.bytes_per_token
         return self
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        return torch.cat([states.float().flatten(1) for states in (*keys, *values)], dim=1).view(torch.uint8)
+        parts = [
+            layer.entry.join(*pair).float().flatten(1) for layer, *pair in zip(self._layers, keys, values, strict=True)
+        ]
+        return torch.cat(parts, dim=1).view(torch.uint8)
 
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        sizes = [heads * head_dim for heads, head_dim in self._shapes] * 2
+        sizes = [layer.kv_heads * layer.entry.width for layer in self._layers]
         parts = torch.split(codes.contiguous().view(torch.float32), sizes, dim=1)
-        entries = [part.reshape(len(codes), *shape) for part, shape in zip(parts, self._shapes * 2, strict=True)]
+        entries = [
+            layer.entry.split(part.reshape(len(codes), layer.kv_heads, -1))
+            for layer, part in zip(self._layers, parts, strict=True)
+        ]
         wanted = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
-        return [entries[place] for place in wanted], [entries[len(self.layers) + place] for place in wanted]
+        return [entries[place][0] for place in wanted], [entries[place][1] for place in wanted]
 
 
 def _plain_components(geometry: Geometry) -> dict[int, KeyComponents]:

@@ -167,8 +167,8 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     kinds = layer_types(text)
     windowed = kinds.count("sliding_attention")
     reading = getattr(text, "num_kv_shared_layers", 0)
-    keeping = [own for own, kind in zip(text.per_layer_config, kinds, strict=False) if has_attention(kind)]
-    kept = [_kept(own) for own in keeping[: len(keeping) - reading]]
+    keeping = [(own, kind) for own, kind in zip(text.per_layer_config, kinds, strict=False) if has_attention(kind)]
+    kept = [_kept(text, own, kind) for own, kind in keeping[: len(keeping) - reading]]
     entry_values = sum(count for count, _ in kept)
     keep = dict.fromkeys(said for _, said in kept)
     depth = f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)
@@ -209,14 +209,18 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     ]
 
 
-def _kept(layer: Any) -> tuple[int, str]:
-    """How many numbers a layer keeps of a token, and of which heads. layer: its configuration."""
+def _kept(text: Any, layer: Any, kind: str) -> tuple[int, str]:
+    """How many numbers a layer keeps of a token, and of which heads. layer: its configuration; kind: its type."""
     heads = layer.num_attention_heads
     if rank := getattr(layer, "kv_lora_rank", None):
         width = rank + layer.qk_rope_head_dim
         return width, f"1 for K and V in one, of {width} values"
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+    if getattr(text, "attention_k_eq_v", False) and kind == "full_attention":  # as `models/keyed_values.py` has it
+        part = text.rope_parameters[kind].get("partial_rotary_factor", 1.0)
+        width = head_dim + 2 * int(part * head_dim // 2)
+        return kv_heads * width, f"{kv_heads} for K and V in one, of {width} values"
     return 2 * kv_heads * head_dim, f"{kv_heads} for K and V, of {head_dim} values"
 
 

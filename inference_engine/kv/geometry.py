@@ -15,6 +15,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
 from inference_engine.errors import ConfigError
 
 # Entries outside the regions are read in chunks: few operations for many entries, and little memory at once.
@@ -43,31 +46,59 @@ class LayerTraits:
 
 @dataclass(frozen=True, slots=True)
 class EntryShape:
-    """An entry of one KV head in memory: one vector of its key and its value, or of the key in which the value lies."""
+    """An entry of one KV head in memory: one vector of its key and its value, which may share numbers.
+
+        shared 0             | key | value |
+        as many as a value   | value = the key's first numbers | the key's others |           latent attention
+        fewer                | the value's first | shared | the key's last |               values made of keys (Gemma 4)
+
+    shared: how many numbers are the last of the value and the first of the key.
+    """
 
     key: int
     value: int
-    value_in_key: bool = False
-    # Worked out once. width: numbers of an entry. value_at: where in it the value begins.
+    shared: int = 0
+    # Worked out once. width: numbers of an entry. key_at, value_at: where in it each begins.
     width: int = field(init=False, repr=False, compare=False)
+    key_at: int = field(init=False, repr=False, compare=False)
     value_at: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "value_at", 0 if self.value_in_key else self.key)
-        object.__setattr__(self, "width", max(self.key, self.value_at + self.value))
+        assert 0 <= self.shared <= min(self.key, self.value), self
+        object.__setattr__(self, "key_at", self.value - self.shared if self.shared else 0)
+        object.__setattr__(self, "value_at", 0 if self.shared else self.key)
+        object.__setattr__(self, "width", self.key + self.value - self.shared)
 
     @property
     def is_even(self) -> bool:
         """Are key and value of one size, side by side?"""
-        return self.key == self.value and not self.value_in_key
+        return self.has_one_size and not self.shared
+
+    @property
+    def has_one_size(self) -> bool:
+        return self.key == self.value
+
+    @property
+    def value_in_key(self) -> bool:
+        """Does all of the value lie in the key?"""
+        return self.shared == self.value
+
+    def split(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [..., D] of vectors [..., width]: views."""
+        at, value_at = self.key_at, self.value_at
+        return vectors[..., at : at + self.key], vectors[..., value_at : value_at + self.value]
+
+    def join(self, keys: Tensor, values: Tensor) -> Tensor:
+        """The inverse of `split`: a copy."""
+        return torch.cat((values, keys[..., self.shared :]) if self.shared else (keys, values), dim=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGeometry:
     """What an attention layer keeps of a token: K and V. Nothing assumes that layers are alike.
 
-    head_dim, value_dim: numbers of a key, and of a value if they are not as many. value_in_key: does the value lie in
-    the key, as its first numbers (latent attention)?
+    head_dim, value_dim: numbers of a key, and of a value if they are not as many. shared_dim: how many of them are
+    stored once, for both (`EntryShape`).
     native_window: entries that a query sees by the model's design, its own included; None means all.
     rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
     """
@@ -76,7 +107,7 @@ class LayerGeometry:
     kv_heads: int
     head_dim: int
     value_dim: int = 0  # 0: as head_dim
-    value_in_key: bool = False
+    shared_dim: int = 0
     native_window: int | None = None
     rotary: str = ONE_ROTARY
     entry: EntryShape = field(init=False, repr=False, compare=False)
@@ -84,7 +115,7 @@ class LayerGeometry:
     def __post_init__(self) -> None:
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
-        object.__setattr__(self, "entry", EntryShape(self.head_dim, self.value_dim, self.value_in_key))
+        object.__setattr__(self, "entry", EntryShape(self.head_dim, self.value_dim, self.shared_dim))
 
     def entry_bytes(self, itemsize: int) -> int:
         """Bytes of one entry: K and V of one position in this layer."""

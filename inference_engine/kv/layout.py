@@ -141,7 +141,8 @@ class Layout:
     capacity: int  # slots per KV head that can hold a position
     spare: int  # slots beyond the capacity for the sink's keys as they were rotated first, from which they are moved
     mechanisms: tuple[Mechanism, ...] = ()
-    blocks: int = 0  # slots that hold the summaries of blocks
+    blocks: int = 0  # of which there are summaries
+    summary_slots: int = 1  # that the summary of a block takes
     tier: TierLayout = TierLayout()
     base: int = 0  # the first position that has a slot; earlier ones lie in a shared prefix
     longest: int = 0  # positions of the longest history, rounded up; 0: it is endless
@@ -154,10 +155,12 @@ class Layout:
         limit_tokens: int | None,
         *,
         moves_sink: bool = True,
+        entry: EntryShape | None = None,
     ) -> Layout:
         """Lay `rule` out for histories of up to `limit_tokens` (None: endless), within the layer's native window.
 
-        moves_sink: False for entries that are only stored, which need no second copy of the sink's keys.
+        moves_sink: False for entries that are only stored, which need no second copy of the sink's keys. entry: of the
+        layer; None: a key, and a value of its size beside it.
         """
         sink, window, mechanisms = rule.sink, rule.window, rule.mechanisms
         if native_window is not None and (window is None or window >= native_window):
@@ -180,6 +183,7 @@ class Layout:
             capacity=geometry.round_up(entries),
             spare=0 if window is None or not moves_sink else sink,
             mechanisms=mechanisms,
+            summary_slots=2 if entry is not None and entry.shared else 1,  # keys and values of a slot are not apart
             longest=0 if limit_tokens is None else geometry.round_up(limit_tokens),
         )
         for mechanism in mechanisms:
@@ -220,13 +224,18 @@ class Layout:
 
     @property
     def summaries_from(self) -> int:
-        """The first slot of the block summaries."""
+        """The first slot of the block summaries: of their lower ends, one a block."""
         return self.capacity + self.spare
+
+    @property
+    def highs_from(self) -> int:
+        """The first slot of their upper ends, which lie in the values of the same slots, or in slots of their own."""
+        return self.summaries_from + self.blocks * (self.summary_slots - 1)
 
     @property
     def fetched_from(self) -> int:
         """The first slot of fetched blocks."""
-        return self.summaries_from + self.blocks
+        return self.highs_from + self.blocks
 
     def slots(self, positions: Positions) -> Positions:
         """The slot of each position."""

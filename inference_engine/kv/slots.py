@@ -124,7 +124,8 @@ class LayerSlots:
             return
         numbers, coder = Identity(), self.context.coder
         has_copies = len(positions) > 0 and positions[0] < self.layout.spare
-        if has_copies or not len(positions) or not coder.codes(numbers, self.head_dim):
+        is_coded = self.layer_set.entry.is_even and coder.codes(numbers, self.head_dim)
+        if has_copies or not len(positions) or not is_coded:
             self.write_entries(positions, self.moved(keys, positions), values)
             return
         slots = self.layout.slots(positions)

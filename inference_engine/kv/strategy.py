@@ -203,18 +203,24 @@ class KVStrategy(ABC):
                 native,
                 limit_tokens,
                 moves_sink=False,
+                entry=layers.entry,
             )
-            for _, (rule, native) in archived_sets
+            for layers, (rule, native) in archived_sets
         ]
         return Placement(
             resident=tuple(
-                (layers, Layout.of(rule, geometry, native, limit_tokens))
+                (layers, Layout.of(rule, geometry, native, limit_tokens, entry=layers.entry))
                 for layers, (rule, native) in alike(
                     geometry, {index: key for index, key in keys.items() if index not in archived}
                 )
             ),
             archived=tuple(
-                (layers, ArchivedLayout(exact=layout, active=Layout.of(rule, geometry, native, limit_tokens)))
+                (
+                    layers,
+                    ArchivedLayout(
+                        exact=layout, active=Layout.of(rule, geometry, native, limit_tokens, entry=layers.entry)
+                    ),
+                )
                 for (layers, (rule, native)), layout in zip(archived_sets, exact, strict=True)
             ),
             kept=tuple(
@@ -279,7 +285,7 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
             trained_positions=geometry.trained_positions,
         )
     fixed = {index for index, layer in enumerate(geometry.layers) if layer.rotary == IMMOVABLE}
-    uneven = {index for index, layer in enumerate(geometry.layers) if not layer.entry.is_even}
+    uneven = {index for index, layer in enumerate(geometry.layers) if not layer.entry.has_one_size}
     if not fixed and not uneven:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
@@ -292,15 +298,15 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
         coded = "a codec or without" if entry.value_in_key else "no codec"
         raise InvalidArgument(
             "strategy",
-            f"{strategy} codes or chooses entries in a way for which keys and values have to be of one size, side by "
-            f"side. Layer {hit[0]} has a key of {entry.key} numbers and a value of {entry.value}"
+            f"{strategy} codes or chooses entries in a way for which keys and values have to be of one size. "
+            f"Layer {hit[0]} has a key of {entry.key} numbers and a value of {entry.value}"
             f"{' inside it' if entry.value_in_key else ''}. full and sink_window with {coded} can be used, and "
             "restored with source recompute",
             layer=hit[0],
         )
     moved = {layer for layers, layout in plan.resident if layout.moves_keys for layer in layers.layers}
     if plan.kept:
-        moved |= {layer for layer in archived if not geometry.layers[layer].value_in_key}
+        moved |= {layer for layer in archived if not geometry.layers[layer].entry.value_in_key}
         moved |= {layer for layers, pair in plan.archived if pair.active.moves_keys for layer in layers.layers}
     if hit := [number for number, read in enumerate(geometry.reads) if read in moved & fixed]:
         raise InvalidArgument(

@@ -46,9 +46,9 @@ class AttentionInputs:
         self.reads: dict[int, int | None] = {}
         self._given: dict[int, tuple[int, Tensor]] = {}  # by identity, which layer gave it first
 
-    def note(self, layer: int, query: Tensor, key: Tensor, window: int | None) -> None:
-        """query, key: [1, H, N, D], the tensors that attention was called with."""
-        first, _ = self._given.setdefault(id(key), (layer, key))  # which is kept, so that its id stays its own
+    def note(self, layer: int, query: Tensor, key: Tensor, window: int | None, given: Tensor) -> None:
+        """query, key: [1, H, N, D], as entries hold them. given: the very key that attention was called with."""
+        first, _ = self._given.setdefault(id(given), (layer, given))  # which is kept, so that its id stays its own
         self.queries[layer], self.keys[layer], self.windows[layer] = query[0], key[0], window
         self.reads[layer] = None if first == layer else first
 
@@ -65,10 +65,10 @@ def _attend(
     """query, key, value [1, H, N, D]; returns each token's own value, ([1, N, Hq, D], None)."""
     layer: Any = module.layer_idx
     seen: AttentionInputs = module.__dict__["_kakeya_seen"]
-    form = form_of(module)
+    form, given = form_of(module), key
     if form is not None:
         query, key, value = form.stored(query, key, value)
-    seen.note(layer, query, key, sliding_window)
+    seen.note(layer, query, key, sliding_window, given)
     own = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
     return own if form is None else form.output(own), None
 

@@ -43,6 +43,7 @@ from inference_engine.kv.geometry import (
     ReadsLayer,
     StoredLayers,
 )
+from inference_engine.models.keyed_values import KeyedValues, keyed_layers
 from inference_engine.models.latent_attention import (
     EntryForm,
     absorb_projections,
@@ -281,7 +282,10 @@ class Seam:
         mixers = take_mixers(model, config, [number for number, kind in enumerate(kinds) if has_state(kind)], self._now)
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(each, "sinks", None) is not None for each in attentions.values())
-        specs = _read_layers(config, attentions, mixers, traits)
+        # Without a rotary module, layers with a state know the order of tokens, and attention does not.
+        self._rotary = _replace_rotary(model, self.trained_positions, self._now, is_needed=not mixers)
+        keyed = {} if self._rotary is None else keyed_layers(config, attentions, self._rotary)
+        specs = _read_layers(config, attentions, mixers, traits, keyed)
         stored = StoredLayers.of(specs)
         self.layers, self.reads, self.states = stored.layers, stored.reads, stored.states
         for number, attention in attentions.items():
@@ -293,20 +297,24 @@ class Seam:
                 stored=read,
                 keeps=not isinstance(spec.attention if isinstance(spec, Beside) else spec, ReadsLayer),
                 geometry=self.layers[read],
-                form=entry_form(attention),
+                form=keyed.get(number) or entry_form(attention),
             )
-        self._apply = _rotation_function(next(iter(attentions.values())))
-        # Without a rotary module, layers with a state know the order of tokens, and attention does not.
-        self._rotary = _replace_rotary(model, self.trained_positions, self._now, is_needed=not self.states)
+        self._apply = rotation_function(next(iter(attentions.values())))
         if self._rotary is None and traits is not None and any(each.rotary != UNROTATED for each in self.layers):
             raise ModelError(
                 f"{type(model).__name__} changes its keys by their positions, and no rotary module is found in it"
             )
         self._rotary_scales: dict[str, float] = {}
         self._turns: dict[Hashable, tuple[Tensor, Tensor]] = {}
-        # By table: how many numbers of a key come before those that it turns.
-        self._still = {layer.rotary: layer.value_dim for layer in self.layers if layer.value_in_key}
+        # By table: how many numbers of a key come before those that it turns, and which of its angles these have, if
+        # not all.
+        self._still = {layer.rotary: layer.shared_dim for layer in self.layers if layer.shared_dim}
         self._still |= {SHORT_ROTARY: self._still[ONE_ROTARY]} if ONE_ROTARY in self._still else {}
+        self._turned = {
+            self.layers[read].rotary: form.turned
+            for number, form in keyed.items()
+            if (read := self.reads[number]) is not None
+        }
 
     @contextmanager
     def attending(self, plan: AttentionPlan, positions: NDArray[np.int64]) -> Iterator[None]:
@@ -402,6 +410,8 @@ class Seam:
         """Cosines and sines, [1, n, d], of shifts [n], none of them negative."""
         self._now.is_beyond_trained = is_beyond_trained
         cos, sin = self._table.parts(like, by[None], _layer_type(name))
+        if (turned := self._turned.get(name)) is not None:
+            cos, sin = cos[..., turned], sin[..., turned]
         if (scale := self._rotary_scale(name)) != 1.0:
             cos, sin = cos / scale, sin / scale
         return cos, sin
@@ -491,6 +501,7 @@ def _read_layers(
     attentions: Mapping[int, nn.Module],
     mixers: Mapping[int, SessionMixer],
     traits: Sequence[LayerTraits] | None,
+    keyed: Mapping[int, KeyedValues],
 ) -> list[LayerSpec]:
     """What each layer of the model keeps, or reads. traits: None if none are known yet; then each keeps its own."""
     types = layer_types(config)
@@ -502,13 +513,14 @@ def _read_layers(
         if (attention := attentions.get(number)) is None:
             specs.append(KeepsNothing() if mixer is None else mixer.keeps)
             continue
-        spec = _read_attention(config, number, kind, attention, None if traits is None else traits[number])
+        shared = keyed[number].shared if number in keyed else 0
+        spec = _read_attention(config, number, kind, attention, None if traits is None else traits[number], shared)
         specs.append(spec if mixer is None else Beside(spec, mixer.keeps))
     return specs
 
 
 def _read_attention(
-    config: PretrainedConfig, number: int, kind: str, attention: nn.Module, trait: LayerTraits | None
+    config: PretrainedConfig, number: int, kind: str, attention: nn.Module, trait: LayerTraits | None, shared: int
 ) -> LayerGeometry | ReadsLayer:
     own = config.per_layer_config[number]
     window = _native_window(own, attention, kind)
@@ -518,11 +530,13 @@ def _read_attention(
             return ReadsLayer(trait.reads)
         window = (window or own.sliding_window) if trait.is_windowed else None
         rotary = trait.rotary
-    return _kept(own, attention, window, rotary)
+    return _kept(own, attention, window, rotary, shared)
 
 
-def _kept(config: PretrainedConfig, attention: nn.Module, window: int | None, rotary: str) -> LayerGeometry:
-    """config: of this layer."""
+def _kept(
+    config: PretrainedConfig, attention: nn.Module, window: int | None, rotary: str, shared: int
+) -> LayerGeometry:
+    """config: of this layer. shared: how many numbers of a key are its value's, too."""
     heads: int = config.num_attention_heads
     if is_latent(attention):
         rank: int = config.kv_lora_rank
@@ -531,7 +545,7 @@ def _kept(config: PretrainedConfig, attention: nn.Module, window: int | None, ro
             kv_heads=1,
             head_dim=rank + config.qk_rope_head_dim,
             value_dim=rank,
-            value_in_key=True,
+            shared_dim=rank,
             native_window=window,
             rotary=rotary,
         )
@@ -539,6 +553,7 @@ def _kept(config: PretrainedConfig, attention: nn.Module, window: int | None, ro
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        shared_dim=shared,
         native_window=window,
         rotary=rotary,
     )
@@ -551,7 +566,7 @@ def _native_window(config: PretrainedConfig, attention: nn.Module, layer_type: s
     return getattr(config, "sliding_window", None) if sliding else None
 
 
-def _rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+def rotation_function(attention: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """What rotates keys [1, H, n, D] by cosines and sines, with the model's function; None if it has none.
 
     Then its keys cannot be moved. The function rotates queries and keys together, or either alone.
@@ -588,16 +603,21 @@ def _tables_of(rotary: nn.Module) -> tuple[nn.Module, nn.Module]:
     return tables[0], tables[1]
 
 
-def _replace_rotary(
-    model: PreTrainedModel, trained_positions: int, now: _Now, *, is_needed: bool
-) -> TokenRotary | None:
-    """None: the model has none."""
-    places = [
+def rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where a model has them: what owns each, and its name there."""
+    return [
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
         if name in _ROTARY_MODULES and child is not None
     ]
+
+
+def _replace_rotary(
+    model: PreTrainedModel, trained_positions: int, now: _Now, *, is_needed: bool
+) -> TokenRotary | None:
+    """None: the model has none."""
+    places = rotary_modules(model)
     if not places and not is_needed:
         return None
     if not places:

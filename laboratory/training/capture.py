@@ -5,6 +5,9 @@
     q_norm k_norm v_norm            where a model has them, their output counts: it is what the model rotates
     (or q_layernorm …)              q_proj may give a gate of the output, too, behind each head's query
 
+States are given as sessions store them: where values are made of keys, in the order of their entries, and queries as
+they read those (`models/keyed_values.py`).
+
 Nothing of the model changes, and the hooks are gone afterwards.
 """
 
@@ -22,8 +25,10 @@ from transformers import PreTrainedModel
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.archives.finite import FiniteCheck
+from inference_engine.models.keyed_values import KeyedValues, keyed_layers
 from inference_engine.models.layer_traits import TRIAL, watched
 from inference_engine.models.mixers import is_mixer
+from inference_engine.models.seam import rotary_modules
 
 _KINDS = ("q", "k", "v")
 _KEYS_TOLERANCE = 0.02  # of the largest number: keys in bfloat16, scaled once
@@ -57,20 +62,24 @@ def capture(model: nn.Module, batches: Iterable[Tensor], *, layers: Sequence[int
 
 
 @contextmanager
-def recording(model: nn.Module, *, layers: Sequence[int]) -> Iterator[Callable[[], list[LayerStates]]]:
+def recording(
+    model: nn.Module, *, layers: Sequence[int], as_stored: bool = True
+) -> Iterator[Callable[[], list[LayerStates]]]:
     """Gives `take`, which returns the states of the model's last forward, and forgets them.
 
-    It raises NonFiniteEntries. Raises ModelError as `capture` does.
+    as_stored: else as the model has them. It raises NonFiniteEntries. Raises ModelError as `capture` does.
     """
     attentions = _stored_attentions(model)
     if missing := [layer for layer in layers if layer not in attentions]:
         raise ModelError(f"{type(model).__name__} has no attention with q_proj, k_proj and v_proj in layers {missing}")
     recorders = [_Recorder(layer, attentions[layer]) for layer in layers]
+    forms = entry_forms(model) if as_stored else {}
+    own = [forms.get(_number(attentions[layer])) for layer in layers]
 
     def take() -> list[LayerStates]:
         states = [recorder.take() for recorder in recorders]
         _require_finite(states)
-        return states
+        return [one if form is None else _stored(one, form) for one, form in zip(states, own, strict=True)]
 
     try:
         yield take
@@ -89,7 +98,9 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
     try:
         model.set_attn_implementation(TRIAL)
         with watched(model) as seen:
-            (states,) = capture(model, [token], layers=layers)
+            with recording(model, layers=layers, as_stored=False) as take, torch.no_grad():
+                model.base_model(input_ids=token.to(model.device), use_cache=False)
+            states = take()
     finally:
         model.set_attn_implementation(before)
     by_stored = [seen.keys[number] for number in sorted(seen.keys)]
@@ -101,6 +112,27 @@ def require_stored_keys(model: PreTrainedModel, *, layers: Sequence[int]) -> Non
                 f"{type(model).__name__} changes the keys of layer {one.layer} between k_proj and attention where "
                 "calibration does not see it; a latent for it cannot be calibrated"
             )
+
+
+def entry_forms(model: nn.Module) -> dict[int, KeyedValues]:
+    """By layer of the model, what its entries are, where they are not the keys and values that attention is given."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    places = rotary_modules(model)
+    if not places:
+        return {}
+    owner, name = places[0]
+    return keyed_layers(model.config.get_text_config(), attention_modules(model), owner.get_submodule(name))
+
+
+def _stored(states: LayerStates, form: KeyedValues) -> LayerStates:
+    keys, values = form.key(states.keys, states.values), form.value(states.values)
+    return LayerStates(states.layer, form.query(states.queries), keys, values)
+
+
+def _number(attention: nn.Module) -> int:
+    number: Any = attention.layer_idx
+    return int(number)
 
 
 def _require_finite(states: Sequence[LayerStates]) -> None:
@@ -140,15 +172,18 @@ def _projection(attention: nn.Module, kind: str) -> nn.Module | None:
 
 
 def output_projections(model: nn.Module, *, layers: Sequence[int]) -> dict[int, Tensor]:
-    """Each layer's Wo [hidden, Hq · D], as the model holds it. Raises ModelError where there is none."""
-    attentions = _stored_attentions(model)
+    """Each layer's Wo [hidden, Hq · D], of values as they are stored. Raises ModelError where there is none."""
+    attentions, forms = _stored_attentions(model), entry_forms(model)
     found: dict[int, Tensor] = {}
     for layer in layers:
         attention = attentions.get(layer)
         projection = getattr(attention, "o_proj", None) or getattr(attention, "out_proj", None)
         if not isinstance(projection, nn.Linear):
             raise ModelError(f"{type(model).__name__}: layer {layer} has no linear o_proj to weigh values by")
-        found[layer] = projection.weight.detach()
+        weight = projection.weight.detach()
+        if attention is not None and (form := forms.get(_number(attention))) is not None:
+            weight = form.value(weight.view(len(weight), -1, len(form.turned) + len(form.still))).flatten(1)
+        found[layer] = weight
     return found
 
 

@@ -9,8 +9,7 @@ sequence runs at once and `far` is known beforehand. The two agree closely, for 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from inference_engine.backends.twin import admit_config
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED
-from laboratory.training.capture import attention_modules
+from inference_engine.models.keyed_values import KeyedValues
+from inference_engine.models.seam import rotation_function
+from laboratory.training.capture import attention_modules, entry_forms
 
 ATTENTION = "kakeya_distant"
 
@@ -45,7 +46,8 @@ Far = Callable[[int, Tensor, Tensor, Rotate], tuple[Tensor, Tensor]]
 class Distant:
     """One forward: what queries see exactly, and where other entries of `layers` come from.
 
-    unrotated: those of them that do not rotate their keys; filled in when the forward runs.
+    unrotated: those of them that do not rotate their keys; forms: what entries of a layer are, where they are not what
+    attention is given; both filled in when the forward runs.
     """
 
     sink: int
@@ -53,6 +55,7 @@ class Distant:
     layers: frozenset[int]
     far: Far
     unrotated: frozenset[int] = frozenset()
+    forms: Mapping[int, KeyedValues] = field(default_factory=dict)
     angles: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
@@ -71,11 +74,12 @@ def seeing(model: PreTrainedModel, layers: Sequence[int]) -> Iterator[Callable[[
             f"{type(model).__name__} changes its keys after rotation in layers {fixed}: entries cannot be written there"
         )
     unrotated = frozenset(layer for layer in layers if rotaries[layer] == UNROTATED)
+    forms = entry_forms(model)
     before = model.config.get_text_config()._attn_implementation
     handles = [attention.register_forward_pre_hook(_note_angles, with_kwargs=True) for attention in attentions.values()]
 
     def forward(tokens: Tensor, distant: Distant) -> Tensor:
-        distant = replace(distant, unrotated=unrotated, angles={})
+        distant = replace(distant, unrotated=unrotated, forms=forms, angles={})
         logits: Tensor = model(input_ids=tokens, use_cache=False, distant=distant).logits
         return logits
 
@@ -117,9 +121,18 @@ def _attend(
             f"{type(module).__name__} gives attention a mask, dropout, soft-capping or sinks; none can be honoured here"
         )
     layer: Any = module.layer_idx
+    form = distant.forms.get(layer)
+    if form is not None:
+        query, key, value = form.stored(query, key, value)
 
     def rotate(states: Tensor) -> Tensor:
-        return states if layer in distant.unrotated else _rotate(module, states, distant.angles[layer])
+        if layer in distant.unrotated:
+            return states
+        if form is None:
+            return _rotate(module, states, distant.angles[layer])
+        cos, sin = (part[..., form.turned] for part in distant.angles[layer])
+        own = _rotate(module, states[..., form.shared :], (cos, sin))
+        return torch.cat((states[..., : form.shared], own), dim=-1)
 
     length, window = query.shape[2], distant.window
     if layer in distant.layers:
@@ -139,7 +152,8 @@ def _attend(
         )
         for first in range(0, length, BLOCK_TOKENS)
     ]
-    return torch.cat(blocks, dim=3).flatten(1, 2).to(query.dtype).transpose(1, 2), None
+    out = torch.cat(blocks, dim=3).flatten(1, 2).to(query.dtype).transpose(1, 2)
+    return out if form is None else form.output(out), None
 
 
 def _attend_block(
@@ -204,13 +218,11 @@ AttentionInterface.register(ATTENTION, _attend)
 
 
 def _rotate(module: nn.Module, states: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    function = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    function = rotation_function(module)
     if function is None:
         raise ModelError(f"{type(module).__name__} rotates queries and keys by an unknown function")
     try:
-        rotated: Tensor = function(states, states, *angles)[1]
+        return function(states, *angles)
     except RuntimeError:  # sizes that do not fit: the model cuts heads apart before it calls its function
         turned = angles[0].shape[-1]
-        part = function(states[..., :turned], states[..., :turned], *angles)[1]
-        return torch.cat((part, states[..., turned:]), dim=-1)
-    return rotated
+        return torch.cat((function(states[..., :turned], *angles), states[..., turned:]), dim=-1)

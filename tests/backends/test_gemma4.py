@@ -9,11 +9,12 @@ import torch
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.twin import admit_config
+from inference_engine.backends.twin import Twin, TwinSizes, _in_chunks, admit_config
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
+from inference_engine.models import seam
 from laboratory.training.capture import capture, require_stored_keys
 from tests.admissions import admitted_once
 from tests.backends.small_families import (
@@ -157,9 +158,47 @@ def test_options_of_strategies_number_the_layers_of_the_model(
 def test_calibration_sees_values_that_come_from_the_projection_of_the_keys() -> None:
     own = gemma4("large")
     (state,) = next(capture(own, [torch.tensor([text(20)])], layers=[3]))
+    turned = 8  # of 32 numbers
+    assert torch.equal(state.keys[..., :-turned], state.values[..., turned:])
     weight = own.get_submodule("model.layers.3.self_attn.k_norm").weight
-    torch.testing.assert_close(state.keys, state.values * weight)
+    first = torch.cat((weight[:4], weight[16:20]))
+    torch.testing.assert_close(state.keys[..., -turned:], state.values[..., :turned] * first)
     require_stored_keys(own, layers=[3])
+
+
+def test_values_made_of_keys_are_stored_once_and_give_the_logits_of_both(
+    served: dict[str, tuple[PreTrainedModel, TorchForward]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, forward = served["mixture"]
+    geometry = forward.geometry(**PAGES)
+    *sliding, wide = geometry.layers
+    assert (wide.head_dim, wide.shared_dim, wide.entry.width) == (32, 24, 40) and not any(
+        layer.shared_dim for layer in sliding
+    )
+    assert wide.entry_bytes(2) == 0.625 * 2 * 2 * wide.head_dim
+    traits = admitted_once(own.config, type(own)).traits
+
+    def logits() -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            twin = Twin(type(own), own.config, traits, TwinSizes())
+        shared.append(twin.geometry.layers[-1].shared_dim)
+        return _in_chunks(twin, 16, is_alone=False)
+
+    shared: list[int] = []
+    once = logits()
+    monkeypatch.setattr(seam, "keyed_layers", lambda *_: {})
+    twice = logits()
+    assert shared == [24, 0]
+    assert float((once - twice).abs().max()) <= 1e-6 * float(twice.abs().max())
+
+
+def test_layers_that_read_entries_of_such_a_layer_read_them_as_it_does() -> None:
+    """No published size has both; a configuration may."""
+    config = Gemma4TextConfig(**{**SMALL_E, "attention_k_eq_v": True, "num_global_key_value_heads": 1})
+    admitted = admit_config(config)
+    assert [trait.reads for trait in admitted.traits[4:]] == [2, 2, 2, 3]
+    assert not admitted.refused and max(difference for _, difference in admitted.differences) < 1e-5
 
 
 @pytest.mark.parametrize(

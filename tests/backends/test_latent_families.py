@@ -239,9 +239,9 @@ def test_no_list_of_operations_is_made_of_such_layers() -> None:
     config = DeepseekV3Config(**SIZES)
     with pytest.raises(NoStepListError, match="no list of operations for the model type 'deepseek_v3'"):
         check_family(config)
-    layer = LayerGeometry(query_heads=4, kv_heads=1, head_dim=48, value_dim=32, value_in_key=True)
+    layer = LayerGeometry(query_heads=4, kv_heads=1, head_dim=48, value_dim=32, shared_dim=32)
     plain = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
-    with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32 inside them"):
+    with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32, 32 of which"):
         step_list(plain, [layer], ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"])
 
 

@@ -62,7 +62,13 @@ def test_nothing_is_made_for_a_strategy_that_the_model_cannot_have(
 ) -> None:
     model, composed = parts
     geometry = composed.forward.geometry(page_tokens=4, segment_tokens=16)
-    latent = replace(geometry, layers=tuple(replace(layer, value_in_key=True) for layer in geometry.layers))
+    latent = replace(
+        geometry,
+        layers=tuple(
+            replace(layer, shared_dim=layer.head_dim, head_dim=2 * layer.head_dim, value_dim=layer.head_dim)
+            for layer in geometry.layers
+        ),
+    )
     monkeypatch.setattr(type(composed.forward), "geometry", lambda _self, **_sizes: latent)
     first_use.with_calibrations(composed, model, EngineConfig(strategy=LATENT), "auto")
     assert made == []

@@ -6,12 +6,13 @@ a session whose entries were evicted and restored says what one that kept them s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
@@ -23,7 +24,7 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from laboratory.training.capture import capture
-from tests.kv_cache_proposer.small_models import HEADS, SIZES, gemma3
+from tests.kv_cache_proposer.small_models import HEADS, SIZES, gemma3, gemma4
 from tests.laws.variants import generate, same
 from tests.tiny import SMALL
 
@@ -58,7 +59,7 @@ def restored(mode: str) -> KVStrategy:
     return make_strategy("restored", **options, mode=mode)
 
 
-def gemma_engine(codec: Lossless) -> Engine:
+def gemma_engine(codec: Lossless, make: Callable[..., PreTrainedModel] = gemma3) -> Engine:
     facts = ModelFacts(
         model_id="gemma3",
         vocab_size=SIZES["vocab_size"],
@@ -66,7 +67,7 @@ def gemma_engine(codec: Lossless) -> Engine:
         device="cpu",
         dtype="float32",
     )
-    seam = Seam(gemma3(attention=ATTENTION))
+    seam = Seam(make(attention=ATTENTION))
     assert [layer.rotary for layer in seam.layers] == ["sliding_attention", "full_attention", "full_attention"]
     forward = TorchForward(seam, facts, torch.device("cpu"))
     return Engine(forward, EngineConfig(**SMALL), latent=codec)
@@ -86,9 +87,12 @@ def reported(engine: Engine, strategy: KVStrategy) -> tuple[list[int], list[tupl
     return history, run
 
 
+@pytest.mark.parametrize("make", [gemma3, gemma4])
 @pytest.mark.parametrize("mode", ["hold", "stream"])
-def test_entries_that_came_back_are_read_as_if_they_had_never_left(mode: str) -> None:
-    with gemma_engine(codec := Lossless()) as engine:
+def test_entries_that_came_back_are_read_as_if_they_had_never_left(
+    mode: str, make: Callable[..., PreTrainedModel]
+) -> None:
+    with gemma_engine(codec := Lossless(), make) as engine:
         assert same(reported(engine, restored(mode))[1], reported(engine, Full())[1], Mode.BATCHED)
     assert sum(entries.shape[1] for entries in codec.keys) > 3 * WINDOW
 
@@ -108,12 +112,13 @@ def test_entries_that_come_back_with_another_layers_table_are_not_what_they_were
         assert not same(reported(engine, restored(mode))[1], reported(engine, Full())[1], Mode.BATCHED)
 
 
-def test_what_is_coded_are_the_models_own_unrotated_keys() -> None:
+@pytest.mark.parametrize("make", [gemma3, gemma4])
+def test_what_is_coded_are_the_models_own_unrotated_keys(make: Callable[..., PreTrainedModel]) -> None:
     """A wrong table there and back again would not show in what is read; a calibrated codec would code it badly."""
-    with gemma_engine(codec := Lossless()) as engine:
+    with gemma_engine(codec := Lossless(), make) as engine:
         history, _ = reported(engine, restored("hold"))
     coded = torch.cat(codec.keys, dim=1)
-    [entries] = capture(gemma3(), [torch.tensor([history])], layers=FULL_LAYERS)
+    [entries] = capture(make(), [torch.tensor([history])], layers=FULL_LAYERS)
     for ours, layer in zip(coded, entries, strict=True):
         # Turned away and back, after other sums: float32.
         torch.testing.assert_close(ours, layer.keys[SINK : SINK + coded.shape[1]], atol=1e-4, rtol=0)

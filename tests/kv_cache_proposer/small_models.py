@@ -9,6 +9,8 @@ from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PhiConfig,
@@ -48,6 +50,19 @@ def gemma3(*, attention: str = "eager") -> PreTrainedModel:
     """Two rotation tables: one for its layer with a window, one for the two without."""
     config = Gemma3TextConfig(**SIZES, layer_types=["sliding_attention", "full_attention", "full_attention"])
     return build(Gemma3ForCausalLM, config, attention=attention)
+
+
+def gemma4(*, attention: str = "eager") -> PreTrainedModel:
+    """Values of its last two layers are made of keys, of which a quarter is rotated."""
+    config = Gemma4TextConfig(
+        **SIZES,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        attention_k_eq_v=True,
+        global_head_dim=SIZES["head_dim"],
+        num_global_key_value_heads=HEADS,
+        hidden_size_per_layer_input=0,
+    )
+    return build(Gemma4ForCausalLM, config, attention=attention)
 
 
 def smollm3() -> PreTrainedModel:

@@ -28,7 +28,14 @@ from tests.tiny_native import run_on
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
-WITHOUT_EXECUTOR = ("test_identity_laws.py", "test_ragged_laws.py", "test_session_kv_laws.py", "test_variants.py")
+WITHOUT_EXECUTOR = (
+    "test_identity_laws.py",
+    "test_latent_attention_laws.py",
+    "test_ragged_laws.py",
+    "test_session_kv_laws.py",
+    "test_shared_numbers_laws.py",
+    "test_variants.py",
+)
 # Changes the masks of torch's plan: what reads by numbers asks for none.
 OF_MASKS = "test_restored_from_latents_without_what_comes_back_equals_sink_window"
 # About entries alone, which can go back where a recurrent state cannot.

@@ -32,7 +32,7 @@ from inference_engine.kv.strategy import KVStrategy, check_strategy
 from tests.laws import test_session_kv_laws as laws
 
 HEADS, RANK, ROTATED = 4, 64, 16
-LATENT = LayerGeometry(query_heads=HEADS, kv_heads=1, head_dim=RANK + ROTATED, value_dim=RANK, value_in_key=True)
+LATENT = LayerGeometry(query_heads=HEADS, kv_heads=1, head_dim=RANK + ROTATED, value_dim=RANK, shared_dim=RANK)
 # Beside it a layer whose values have a size of their own.
 NARROW = LayerGeometry(query_heads=4, kv_heads=2, head_dim=24, value_dim=16)
 LAYERS = (LATENT, NARROW, LATENT)
@@ -70,7 +70,7 @@ def context(operations: str = "views") -> KVContext:
 def entries_of(length: int = LENGTH, layers: tuple[LayerGeometry, ...] = LAYERS) -> laws.Entries:
     found = laws.Entries(length, layers=layers)
     for index, layer in enumerate(layers):
-        found.v[index] = (found.k if layer.value_in_key else found.v)[index][..., : layer.value_dim]
+        found.v[index] = (found.k if layer.entry.value_in_key else found.v)[index][..., : layer.value_dim]
     return found
 
 

@@ -2,8 +2,9 @@
 
     run of a layer   means [K and V, Hkv, D] | codes [K and V][capacity, Hkv, vector bytes]
 
-Where the value lies in the key (latent attention), coded is the value, and the key's other numbers are kept as they
-are, rotated: they are few, all heads read them, and nothing has to be unrotated.
+Of an entry whose key and value share numbers, coded are the value and the key's other numbers. Where all of the value
+lies in the key (latent attention), the others are kept as they are, rotated: they are few, all heads read them, and
+nothing has to be unrotated.
 
 Coded are the unrotated key minus a per-channel mean, and the value minus its mean: keys have a large constant part per
 channel that a code would otherwise spend its bits on (record `codec_error`, lloyd4: 3.9 times less error at equal
@@ -44,11 +45,13 @@ class Coded(Restorer):
     compressor: KVCompressor
 
     def takes(self, entry: EntryShape) -> bool:
-        return entry.is_even or entry.value_in_key
+        return entry.is_even or entry.shared > 0
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         for index in layers:
-            self.compressor.check(geometry.layers[index].value_dim)
+            for half in _halves(self.compressor, geometry.layers[index].entry, geometry.itemsize):
+                if half.compressor is not None:
+                    half.compressor.check(half.width)
 
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         return tuple(demand for group in kept for demand in [self._demand(geometry, group)] * len(group.layers.layers))
@@ -108,10 +111,9 @@ class _Half:
 
 def _halves(compressor: KVCompressor, entry: EntryShape, itemsize: int) -> tuple[_Half, _Half]:
     """Of the key, and of the value."""
-    value = _Half(first=0, width=entry.value, compressor=compressor, itemsize=itemsize)
-    if entry.value_in_key:
-        return _Half(first=entry.value, width=entry.key - entry.value, compressor=None, itemsize=itemsize), value
-    return _Half(first=0, width=entry.key, compressor=compressor, itemsize=itemsize), value
+    of_key = None if entry.value_in_key else compressor
+    own = _Half(first=entry.shared, width=entry.key - entry.shared, compressor=of_key, itemsize=itemsize)
+    return own, _Half(first=0, width=entry.value, compressor=compressor, itemsize=itemsize)
 
 
 class _CodedArchive(Archive):
@@ -281,7 +283,9 @@ class _CodedGroup:
         codes = [self._codes_of(index, positions) for index in range(2)]
         entries = self._context.compute(name, partial(_decode, self._halves, dtype), codes)
         keys, values = (part.transpose(0, 1) + self._mean(index) for index, part in enumerate(entries))
-        return EntryBlock(positions, torch.cat((values, keys), dim=-1) if entry.value_in_key else keys, values)
+        if entry.shared:
+            keys = torch.cat((values[..., entry.key_at :], keys), dim=-1)
+        return EntryBlock(positions, keys, values)
 
     def compress(self, slots: LayerSlots, positions: Positions) -> bool:
         """Code entries that are in regions. False if one is not finite: then the codes mean nothing."""

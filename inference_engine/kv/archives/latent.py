@@ -31,7 +31,7 @@ from inference_engine.kv.context import (
     RestoredLayer,
     TokenCodec,
 )
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.slots import LayerSlots, neighbours
@@ -95,6 +95,9 @@ class Latent(Restorer):
 
     def bytes_in(self, geometry: Geometry) -> int:
         return default_bytes_per_token(geometry) if self.bytes_per_token is None else self.bytes_per_token
+
+    def takes(self, entry: EntryShape) -> bool:
+        return entry.has_one_size
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
         if not latent_layers(geometry):

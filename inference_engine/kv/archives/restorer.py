@@ -78,7 +78,7 @@ class KeptLayers:
 def _chunk_demand(geometry: Geometry, kept: Sequence[KeptLayers]) -> Demand:
     """Room for a chunk of entries of one layer, the largest of them."""
     entries = geometry.segments_in_a_chunk * geometry.segment_tokens
-    widest = max(group.layers.kv_heads * group.layers.entry.width for group in kept)
+    widest = max(group.layers.kv_heads * (group.layers.entry.key + group.layers.entry.value) for group in kept)
     return Demand.of(geometry, widest * min(entries, max(group.capacity for group in kept)))
 
 

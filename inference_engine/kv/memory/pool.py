@@ -142,18 +142,22 @@ def _fit(lengths: NDArray[np.int64], counts: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class KVBuffer:
-    """The whole memory as entries of one shape: vectors [R, …], and views of them, K [R, Dk] and V [R, Dv]."""
+    """The whole memory as entries of one shape: vectors [R, …], and views of them, K [R, Dk] and V [R, Dv].
+
+    shares: do a key and its value share numbers?
+    """
 
     vectors: Tensor
     keys: Tensor
     values: Tensor
+    shares: bool = False
 
     @classmethod
     def over(cls, memory: Tensor, shape: EntryShape) -> KVBuffer:
         """memory: flat; what is too short for a vector, at its end, is left out."""
         width = shape.width
         vectors = memory[: len(memory) // width * width].view(-1, width)
-        return cls(vectors, vectors[:, : shape.key], vectors[:, shape.value_at :][:, : shape.value])
+        return cls(vectors, *shape.split(vectors), shares=shape.shared > 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -40,10 +40,11 @@ Count = Callable[[str, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkShape:
-    """The chunks of a store."""
+    """The chunks of a store. parts: of an entry of one KV head, of `head_dim` numbers each: its key and its value."""
 
     chunks: int
     layers: int
+    parts: int = 2
     kv_heads: int
     chunk_tokens: int
     head_dim: int
@@ -51,7 +52,7 @@ class ChunkShape:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (self.layers, 2, self.kv_heads, self.chunk_tokens, self.head_dim)
+        return (self.layers, self.parts, self.kv_heads, self.chunk_tokens, self.head_dim)
 
     @property
     def chunk_bytes(self) -> int:
@@ -63,7 +64,7 @@ class Store(ABC):
 
     @abstractmethod
     def read(self, chunk: int) -> Tensor:
-        """The chunk, [layers, 2, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
+        """The chunk, [layers, parts, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
 
     def lend(self, chunk: int) -> Tensor:
         """As `read`, for later work of the device alone: what was written may still be on its way from there."""
@@ -71,7 +72,7 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, chunk: int, first: int, states: Tensor) -> None:
-        """Write entries [layers, 2, Hkv, n, D] to the chunk, from its position `first` on. Raises OSError."""
+        """Write entries [layers, parts, Hkv, n, D] to the chunk, from its position `first` on. Raises OSError."""
 
     @abstractmethod
     def held_bytes(self, count: int) -> int:

@@ -1,8 +1,9 @@
 """A summary of each block of entries, and queries that read only the blocks with the highest scores.
 
-A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel. It
-is made from committed keys when the block is full. Generated tokens read the sink, the window and the blocks with the
-highest scores (`kernels/gather.py`); appended tokens read everything.
+A block's summary lies in the regions, behind the entries: the smallest and largest of each key channel, in the key and
+in the value of a slot, or in two keys, where key and value share numbers. It is made from committed keys when the block
+is full. Generated tokens read the sink, the window and the blocks with the highest scores (`kernels/gather.py`);
+appended tokens read everything.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class BlockIndex(LayerPart):
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         if not queries.has_generated:
             return True
+        if self._slots.layer_set.entry.shared:
+            return False  # it knows no other places of summaries
         # The operation over regions takes few queries that choose blocks, and none of the same session that do not.
         fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
         return fits and not queries.has_appended
@@ -131,7 +134,7 @@ class BlockIndex(LayerPart):
             region=self._slots.region,
             selector=selector,
             capacity=layout.capacity,
-            summaries_from=layout.summaries_from,
+            summaries_from=(layout.summaries_from, layout.highs_from),
             generated=torch.from_numpy(generated).to(step.device),
             always=always,
             candidates=distant_blocks(always, block=selector.block, count=layout.blocks),
@@ -148,8 +151,14 @@ class BlockIndex(LayerPart):
         entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
         keys = slots.gather(slots.buffer.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
         low, high = block_bounds(keys, self._selector.block)
-        for states, summary in ((slots.buffer.keys, low), (slots.buffer.values, high)):
-            slots.put(states, slots.layout.summaries_from + whole, summary.transpose(1, 2))
+        for (states, first), summary in zip(self._summaries, (low, high), strict=True):
+            slots.put(states, first + whole, summary.transpose(1, 2))
+
+    @property
+    def _summaries(self) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+        """Where the lower ends lie, and the upper ones: states of the buffer, and the slot of the first block's."""
+        layout, buffer = self._slots.layout, self._slots.buffer
+        return (buffer.keys, layout.summaries_from), (_highs(buffer), layout.highs_from)
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 
@@ -158,26 +167,35 @@ class BlockIndex(LayerPart):
 
     def _saved(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The summaries of all blocks, [layers, B, Hkv, D] each."""
-        places, buffer = self._places(length), self._slots.buffer
-        yield self._slots.gather(buffer.keys, places), self._slots.gather(buffer.values, places)
+        blocks = self._blocks(length)
+        (lows, first), (highs, behind) = self._summaries
+        yield self._slots.gather(lows, first + blocks), self._slots.gather(highs, behind + blocks)
 
     def load(self, length: int, saved: Saved) -> None:
-        for low, high in saved["block_index"]:
-            self._slots.put(self._slots.buffer.keys, self._places(length), low)
-            self._slots.put(self._slots.buffer.values, self._places(length), high)
+        for pair in saved["block_index"]:
+            for (states, first), summary in zip(self._summaries, pair, strict=True):
+                self._slots.put(states, first + self._blocks(length), summary)
 
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
     def forget(self, at: int, length: int) -> None:
-        self._slots.wipe(self._places(length)[at // self._selector.block :])
+        blocks = self._blocks(length)[at // self._selector.block :]
+        for first in {first for _, first in self._summaries}:
+            self._slots.wipe(first + blocks)
 
     def report(self, held: Held, length: int, end: int) -> None:
-        held.add(bounds=length // self._selector.block * self._slots.entry_bytes)
+        slots = length // self._selector.block * self._slots.layout.summary_slots
+        held.add(bounds=slots * self._slots.entry_bytes)
 
-    def _places(self, length: int) -> Positions:
-        """The slots of the summaries of all whole blocks."""
-        return self._slots.layout.summaries_from + np.arange(length // self._selector.block, dtype=np.int64)
+    def _blocks(self, length: int) -> Positions:
+        """All whole blocks."""
+        return np.arange(length // self._selector.block, dtype=np.int64)
+
+
+def _highs(buffer: KVBuffer) -> Tensor:
+    """In which the upper ends of blocks lie."""
+    return buffer.keys if buffer.shares else buffer.values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +205,7 @@ class GatherView:
     region: Region
     selector: BlockSelector
     capacity: int
-    summaries_from: int  # first slot of the blocks' summaries
+    summaries_from: tuple[int, int]  # first slots of the lower and of the upper ends of blocks
     generated: Tensor  # indexes of queries [G]
     always: Always  # of these queries
     candidates: Tensor  # [G, B]
@@ -222,7 +240,7 @@ class GatherView:
     def select(self, layer: int, queries: Tensor, some: slice, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         """The distant blocks that these queries read: [T, Hkv, K], -1 for none."""
         blocks = self.candidates.shape[1]
-        low = self.region.slots(buffer.keys, layer, self.summaries_from, blocks)
-        high = self.region.slots(buffer.values, layer, self.summaries_from, blocks)
+        low = self.region.slots(buffer.keys, layer, self.summaries_from[0], blocks)
+        high = self.region.slots(_highs(buffer), layer, self.summaries_from[1], blocks)
         scores = bounds_scores(queries, low, high, scoring.scaling)
         return select(scores, self.candidates[some], self.selector.count, largest=self.largest)

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -32,7 +32,7 @@ from inference_engine.kernels.gather import attend_entries, gather_vectors
 from inference_engine.kernels.offloaded import OffloadedRecord
 from inference_engine.kernels.reads import FLOOR, OffloadedBlockRead
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
+from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, EntryShape, Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions, TierLayout
 from inference_engine.kv.memory.events import event_now
 from inference_engine.kv.memory.inbound import Inbound
@@ -64,11 +64,11 @@ class OffloadingSelector(BlockSelector):
 
     def laid_out(self, layout: Layout, geometry: Geometry, limit_tokens: int | None) -> Layout:
         assert limit_tokens is not None, "a layer that keeps every entry needs a length limit"
-        return _tiered(self, geometry, limit_tokens)
+        return replace(_tiered(self, geometry, limit_tokens), summary_slots=layout.summary_slots)
 
     def need(self, geometry: Geometry, layers: LayerSet, layout: Layout) -> Need:
         entries = layout.tier.chunks * layout.tier.chunk
-        entry_bytes = 2 * layers.kv_heads * layers.head_dim * geometry.itemsize * len(layers.layers)
+        entry_bytes = layers.kv_heads * layers.entry.width * geometry.itemsize * len(layers.layers)
         return Need(tier_bytes=entries * entry_bytes)
 
     def open(self, slots: LayerSlots, starts: Sequence[int]) -> LayerPart:
@@ -79,7 +79,7 @@ class OffloadingSelector(BlockSelector):
             layers=slots.layer_set.layers,
             starts=tuple(slots.starts.tolist()),
             kv_heads=slots.kv_heads,
-            head_dim=slots.head_dim,
+            entry=slots.layer_set.entry,
         )
         return OffloadedBlocks(slots, self, offloaded)
 
@@ -130,7 +130,7 @@ class OffloadedEntries:
         layers: tuple[int, ...],
         starts: tuple[int, ...],
         kv_heads: int,
-        head_dim: int,
+        entry: EntryShape,
     ) -> None:
         """Opens a store for the entries. starts: the first buffer vector of each layer's regions. Raises Overloaded."""
         self._buffer: KVBuffer = context.pool.buffers[layers[0]]
@@ -140,9 +140,12 @@ class OffloadedEntries:
         self._index = {layer: index for index, layer in enumerate(layers)}
         self._starts = dict(zip(layers, starts, strict=True))
         self._store = context.tier.open(
-            chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, head_dim=head_dim, dtype=self._buffer.keys.dtype)
+            chunk_shape(tier, layers=len(layers), kv_heads=kv_heads, entry=entry, dtype=self._buffer.keys.dtype)
         )
-        self._head_bytes = 2 * head_dim * context.geometry.itemsize  # of one entry's KV head in one layer
+        self._entry = entry
+        # What an entry is kept in: a key and a value, or one vector of both.
+        self._targets = (self._buffer.vectors,) if entry.shared else (self._buffer.keys, self._buffer.values)
+        self._head_bytes = entry.width * context.geometry.itemsize  # of one entry's KV head in one layer
         self.end = layout.sink  # the first position after the sink that is not stored
         self._count = context.tier.count
         places = np.full((kv_heads, tier.fetched), -1, dtype=np.int64)
@@ -151,7 +154,7 @@ class OffloadedEntries:
         self._trail: dict[int, list[tuple[int, Blocks]]] = {}
         self._record: OffloadedRecord | None = None
         ops, read = context.ops, OffloadedBlockRead(blocks=most_blocks(context.geometry))
-        if ops.attends_together and ops.attend_ragged.supports(read) and tier.chunks:
+        if ops.attends_together and ops.attend_ragged.supports(read) and tier.chunks and not entry.shared:
             self._record = OffloadedRecord.of(
                 layers=len(layers),
                 kv_heads=kv_heads,
@@ -177,7 +180,8 @@ class OffloadedEntries:
         Raises RestorationFailed; the session's entries are then unusable.
         """
         assert positions[0] == self.end and positions[-1] == self.end + len(positions) - 1
-        states = torch.stack([keys, values], dim=1).transpose(2, 3)  # [layers, 2, Hkv, n, D]
+        parts = [self._entry.join(keys, values)] if self._entry.shared else [keys, values]
+        states = torch.stack(parts, dim=1).transpose(2, 3)  # [layers, parts, Hkv, n, D]
         first, last = (int(at) - self.layout.sink for at in (positions[0], positions[-1] + 1))
         try:
             for chunk in range(first // self._tier.chunk, -(-last // self._tier.chunk)):
@@ -194,7 +198,7 @@ class OffloadedEntries:
         self._count("kept", states.nbytes)
 
     def save(self) -> Iterator[tuple[Tensor]]:
-        """The stored entries, [layers, 2, Hkv, n, D] of a chunk at a time: views. Without the fetched blocks."""
+        """The stored entries, [layers, parts, Hkv, n, D] of a chunk at a time: views. Without the fetched blocks."""
         count = self.end - self.layout.sink
         for chunk, first in enumerate(range(0, count, self._tier.chunk)):
             yield (self._store.read(chunk)[:, :, :, : min(self._tier.chunk, count - first)],)
@@ -277,12 +281,17 @@ class OffloadedEntries:
         if self._inbound is None:
             states = self._store.read(number)[self._index[layer]][:, :, : last - first]
             self._count("streamed", states.nbytes)
-            keys, values = states.to(self._device)
-            return keys, values
-        chunks = self._inbound.take()  # [n, 2, Hkv, chunk, D]
+            return self._pair(states.to(self._device))
+        chunks = self._inbound.take()  # [n, parts, Hkv, chunk, D]
         self._count("streamed", chunks.nbytes)
         self._bring_next(self._inbound)
-        keys, values = chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : last - first]
+        return self._pair(chunks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : last - first])
+
+    def _pair(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of what is kept of entries, [parts, …]."""
+        if self._entry.shared:
+            return self._entry.split(states[0])
+        keys, values = states
         return keys, values
 
     def fetch(self, layer: int, position: int, wanted: Blocks) -> Positions:
@@ -317,17 +326,16 @@ class OffloadedEntries:
         states = torch.stack(
             [self._block(layer, *place) for place in zip(heads.tolist(), blocks.tolist(), strict=True)]
         )
-        for target, source in zip(
-            (self._buffer.keys, self._buffer.values), states.to(self._device).unbind(1), strict=True
-        ):
+        for target, source in zip(self._targets, states.to(self._device).unbind(1), strict=True):
             target.index_copy_(0, targets, source.reshape(-1, target.shape[-1]))
         self._count("fetched", int(np.count_nonzero(blocks >= 0)) * size * self._head_bytes)
 
     def _block(self, layer: int, head: int, block: int) -> Tensor:
-        """Keys and values [2, block, D] of one KV head; zeros for no block."""
+        """What is kept of one KV head's entries, [parts, block, D]; zeros for no block."""
         size = self._tier.block
         if block < 0:
-            return torch.zeros((2, size, self._buffer.keys.shape[-1]), dtype=self._buffer.keys.dtype)
+            shape = (len(self._targets), size, self._targets[0].shape[-1])
+            return torch.zeros(shape, dtype=self._buffer.keys.dtype)
         number, begin = divmod(block * size - self.layout.sink, self._tier.chunk)
         return self._store.read(number)[self._index[layer], :, head, begin : begin + size]
 
@@ -378,10 +386,16 @@ class OffloadedEntries:
         return held * self._tier.block * self._head_bytes
 
 
-def chunk_shape(tier: TierLayout, *, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> ChunkShape:
+def chunk_shape(tier: TierLayout, *, layers: int, kv_heads: int, entry: EntryShape, dtype: torch.dtype) -> ChunkShape:
     """The chunks that a set of so many layers needs in the second tier."""
     return ChunkShape(
-        chunks=tier.chunks, layers=layers, kv_heads=kv_heads, chunk_tokens=tier.chunk, head_dim=head_dim, dtype=dtype
+        chunks=tier.chunks,
+        layers=layers,
+        parts=1 if entry.shared else 2,
+        kv_heads=kv_heads,
+        chunk_tokens=tier.chunk,
+        head_dim=entry.width if entry.shared else entry.key,
+        dtype=dtype,
     )
 
 

@@ -104,9 +104,10 @@ class ListWriter:
         if keys < 1 or queries < 1 or queries % keys:
             raise NoStepListError(f"layer {layer.index}: {queries} query heads must be a multiple of {keys} KV heads")
         if not geometry.entry.is_even:
+            shared = f", {geometry.shared_dim} of which are both's" if geometry.shared_dim else ""
             raise NoStepListError(
-                f"layer {layer.index} keeps keys of {dim} numbers and values of {geometry.value_dim}"
-                f"{' inside them' if geometry.value_in_key else ''}; lists are of keys and values of one size"
+                f"layer {layer.index} keeps keys of {dim} numbers and values of {geometry.value_dim}{shared}; lists "
+                "are of keys and values of one size, side by side"
             )
         if geometry.rotary == IMMOVABLE:
             raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")

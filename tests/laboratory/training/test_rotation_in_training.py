@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 from laboratory.training import distant
 from laboratory.training.capture import capture, require_stored_keys
 from laboratory.training.distant import Distant, Rotate, seeing
-from tests.kv_cache_proposer.small_models import gemma3, llama, phi, qwen3, smollm3, tokens
+from tests.kv_cache_proposer.small_models import gemma3, gemma4, llama, phi, qwen3, smollm3, tokens
 
 LAYERS = (0, 1, 2)
-EACH_MODEL = pytest.mark.parametrize("make", [llama, qwen3, gemma3, smollm3, phi])
+EACH_MODEL = pytest.mark.parametrize("make", [llama, qwen3, gemma3, gemma4, smollm3, phi])
 
 
 @EACH_MODEL
