@@ -321,27 +321,24 @@ def refined_codec(
 
 def draw(lines: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """KL over bytes a token, the mean of all kinds of text: a line for each method of making a latent."""
-    from matplotlib.figure import Figure  # drawing is slow to import
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
     found: dict[str, dict[int, list[float]]] = {}
     for line in lines:
         variant, _, size = str(line["variant"]).rpartition(", ")
         if size.endswith(" bytes"):
             found.setdefault(variant, {}).setdefault(int(size.removesuffix(" bytes")), []).append(line["kl"])
-    for variant, by_bytes in found.items():
-        points = sorted((size, sum(of_kinds) / len(of_kinds)) for size, of_kinds in by_bytes.items())
-        axes.plot(*zip(*points, strict=True), marker="o", label=variant)
-    sizes = sorted({size for by_bytes in found.values() for size in by_bytes})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-    axes.minorticks_off()
-    axes.set_yscale("log")
-    axes.set(title="KL with every old entry restored", xlabel="bytes a token", ylabel="nats a token, mean of kinds")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
-    record.save_figure(figure, folder / "kl.png")
+    courses = {
+        variant: (sorted(by_bytes), [sum(by_bytes[size]) / len(by_bytes[size]) for size in sorted(by_bytes)])
+        for variant, by_bytes in found.items()
+    }
+    record.plot_lines(
+        folder / "kl.png",
+        title="KL with every old entry restored",
+        x_label="bytes a token",
+        y_label="nats a token, mean of kinds",
+        lines=courses,
+        is_log=True,
+    )
 
 
 class _Clock:

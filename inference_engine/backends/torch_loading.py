@@ -15,7 +15,7 @@ from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
+from inference_engine.backends.twin import Twin, TwinSizes, checked
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps, open_ops
@@ -186,9 +186,4 @@ def try_listed(
     listed = OpListExecutor(twin.seam, ops.open_invariant() if is_invariant else ops.open_fused())
     twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=listed)
     difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks())
-    if not difference <= TOLERANCE:
-        raise NoStepListError(
-            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
-            "from the model's own"
-        )
-    return difference
+    return checked(difference, kind)

@@ -43,6 +43,7 @@ from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.views import Mixer
 from inference_engine.models.layer_traits import TRIAL, find_traits
 from inference_engine.models.layer_types import check_config, layer_types
+from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 
@@ -218,6 +219,16 @@ def _try_strategy(kind: type[PreTrainedModel], twin: Twin, strategy: KVStrategy)
         f"with {strategy} a small twin of {kind.__name__} gives logits that differ by {difference:.3g} from those that "
         "the strategy stands for"
     )
+
+
+def checked(difference: float, kind: type[PreTrainedModel]) -> float:
+    """Raise NoStepListError unless the logits that a list gives a twin are the model's own, up to rounding."""
+    if not difference <= TOLERANCE:
+        raise NoStepListError(
+            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
+            "from the model's own"
+        )
+    return difference
 
 
 # -- twins -------------------------------------------------------------------------------------------------------------

@@ -95,6 +95,11 @@ def run_transformers(model: PreTrainedModel, history: list[int], count: int) -> 
 
 def run_ours(engine: Engine, history: list[int], count: int) -> Run:
     session = engine.create_session(limit_tokens=len(history) + count, guaranteed=True).session_id
+    return run_in(engine, session, history, count)
+
+
+def run_in(engine: Engine, session: str, history: list[int], count: int) -> Run:
+    """In a session without tokens, which is closed then."""
     engine.append(session, history)
     times, tokens = [], []
     began = time.perf_counter()

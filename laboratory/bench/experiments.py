@@ -78,7 +78,7 @@ _NOT_SHOWN = (
 _CLONE = Path(__file__).resolve().parents[2]
 
 
-class _BenchParser(LateParser):
+class NotingParser(LateParser):
     """Notes what was typed."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -89,7 +89,7 @@ class _BenchParser(LateParser):
 
 def add_parsers(parser: argparse.ArgumentParser) -> None:
     """A command for each benchmark, whose module is imported when its arguments are asked for."""
-    commands = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=_BenchParser)
+    commands = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=NotingParser)
     for name, experiment in EXPERIMENTS.items():
         one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
         one.learn = _learn(experiment)

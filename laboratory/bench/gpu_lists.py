@@ -39,8 +39,8 @@ from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named, release
 from laboratory.evaluation import record
 from laboratory.evaluation.made_models import SEED, made_forward
-from laboratory.evaluation.sessions import append_all, opened, turned
-from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
+from laboratory.evaluation.sessions import append_all, opened
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rates
 
 MODULES, LISTED, AHEAD, INVARIANT = "torch's modules", "listed", "listed, ahead", "invariant, ahead"
 COMPARED = ((LISTED, MODULES), (AHEAD, LISTED), (INVARIANT, AHEAD))
@@ -158,10 +158,7 @@ def measure(
             name: [stack.enter_context(opened(engine, chosen, limit)) for _ in prompts]
             for name, engine in engines.items()
         }
-        for number, prompt in enumerate(prompts):
-            for name in turned(names, number):
-                rate = prefill_rate(engines[name], sessions[name][number], prompt)
-                cell.prefill.setdefault(name, []).append(rate)
+        cell.prefill = prefill_rates(engines, sessions, prompts)
         cell.first = {
             name: [one for one, *_ in next_tokens(engine, sessions[name], 1)] for name, engine in engines.items()
         }

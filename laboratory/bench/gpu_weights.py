@@ -50,8 +50,8 @@ from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.passages import Passage, force, text_passage
 from laboratory.evaluation.quantising import GROUP as CHOSEN_GROUP
 from laboratory.evaluation.quantising import METHODS, quantise_model
-from laboratory.evaluation.sessions import opened, turned
-from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rate
+from laboratory.evaluation.sessions import opened
+from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rates
 from laboratory.training.calibration_text import gather_plain
 
 PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
@@ -133,17 +133,14 @@ def engines_of(forwards: dict[str, TorchForward], arguments: argparse.Namespace)
 
 def measure(engines: dict[str, Engine], prompts: Sequence[list[int]], arguments: argparse.Namespace) -> Cell:
     """Raises InvalidArgument or NoCapacity for what does not fit."""
-    cell, names = Cell(), list(engines)
+    cell = Cell()
     limit = len(prompts[0]) + 2 + (arguments.rounds + 1) * arguments.tokens
     with ExitStack() as stack:
         sessions = {
             name: [stack.enter_context(opened(engine, Full(), limit)) for _ in prompts]
             for name, engine in engines.items()
         }
-        for number, prompt in enumerate(prompts):
-            for name in turned(names, number):
-                rate = prefill_rate(engines[name], sessions[name][number], prompt)
-                cell.prefill.setdefault(name, []).append(rate)
+        cell.prefill = prefill_rates(engines, sessions, prompts)
         sides = {
             name: partial(decode_milliseconds, engine, sessions[name], arguments.tokens)
             for name, engine in engines.items()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
-from inference_engine.types import GenerateParams, TokenCommitted
+from inference_engine.types import GenerateParams
+from laboratory.bench.decode import run_in
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import add_model, model_config
 from laboratory.evaluation import record
@@ -75,20 +75,6 @@ def fill(engine: Engine, tokens: int) -> Fitting:
     )
 
 
-def run(engine: Engine, history: list[int], count: int) -> tuple[float, float, list[int]]:
-    """Seconds to the first token, seconds a token after it, and the tokens."""
-    session = engine.create_session().session_id
-    engine.append(session, history)
-    times, tokens = [], []
-    began = time.perf_counter()
-    for event in engine.generate(session, GenerateParams(max_tokens=count)):
-        if isinstance(event, TokenCommitted):
-            times.append(time.perf_counter())
-            tokens.append(event.token_id)
-    engine.close_session(session)
-    return times[0] - began, (times[-1] - times[0]) / (count - 1), tokens
-
-
 def measure(engines: dict[str, Engine], lengths: list[int], rounds: int, count: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = next(iter(engines.values())).info().facts.vocab_size
@@ -98,11 +84,14 @@ def measure(engines: dict[str, Engine], lengths: list[int], rounds: int, count: 
         for number in range(rounds + 1):  # the first round warms up and is not kept
             history = torch.randint(10, vocabulary - 10, (length,), generator=generator).tolist()
             order = GROWTHS if number % 2 else GROWTHS[::-1]
-            seen = {growth: run(engines[growth], history, count) for growth in order}
+            seen = {
+                growth: run_in(engines[growth], engines[growth].create_session().session_id, history, count)
+                for growth in order
+            }
             if number:
-                first.append(seen["best_effort"][0] / seen["guaranteed"][0])
-                later.append(seen["best_effort"][1] / seen["guaranteed"][1])
-                equal.append(float(seen["best_effort"][2] == seen["guaranteed"][2]))
+                first.append(seen["best_effort"].first_seconds / seen["guaranteed"].first_seconds)
+                later.append(seen["best_effort"].token_seconds / seen["guaranteed"].token_seconds)
+                equal.append(float(seen["best_effort"].tokens == seen["guaranteed"].tokens))
         values[f"first token, best effort ÷ guaranteed, at {length}"] = record.summarize(first, "ratio")
         values[f"token, best effort ÷ guaranteed, at {length}"] = record.summarize(later, "ratio")
         values[f"equal token sequences, at {length}"] = record.summarize(equal, "share")

@@ -28,6 +28,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError
 from inference_engine.models import find_model
+from laboratory.bench.experiments import NotingParser
 
 logger = logging.getLogger(__name__)
 
@@ -88,15 +89,6 @@ EXPERIMENTS = {
 }
 
 
-class _ExperimentParser(LateParser):
-    """What an experiment takes, learned from it; records what was typed, too."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        parsed, rest = super().parse_known_args(args, namespace)
-        parsed.typed = tuple(args or ())
-        return parsed, rest
-
-
 def experiments() -> dict[str, Experiment]:
     """Ours, and those that installed packages add by entry points `kakeya.experiments`, which name a module."""
     added = {
@@ -107,9 +99,7 @@ def experiments() -> dict[str, Experiment]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(
-        dest="experiment", required=True, metavar="EXPERIMENT", parser_class=_ExperimentParser
-    )
+    commands = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT", parser_class=NotingParser)
     for name, experiment in experiments().items():
         one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
         one.learn = _learn(experiment)

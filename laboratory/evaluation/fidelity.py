@@ -32,7 +32,7 @@ from laboratory.evaluation.divergence import FULL, Floats, Scores, compare
 from laboratory.evaluation.haystack import KINDS, Texts
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage, describe, text_passage
-from laboratory.evaluation.record import save_figure
+from laboratory.evaluation.record import plot_lines, save_figure
 from laboratory.evaluation.sessions import check_fits
 
 logger = logging.getLogger(__name__)
@@ -109,27 +109,22 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """KL to full, a line for each strategy: over lengths for each kind of text, over kinds for each length."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
     lines = [line for line in payload["tables"]["fidelity"] if line["kl"] > 0]
     for length in dict.fromkeys(line["length"] for line in lines):
         _draw_kinds([line for line in lines if line["length"] == length], folder / f"kl_kinds_{length}.png")
     for kind in dict.fromkeys(line["kind"] for line in lines):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
         here = [line for line in lines if line["kind"] == kind]
-        for name in dict.fromkeys(line["strategy"] for line in here):
-            own = [line for line in here if line["strategy"] == name]
-            axes.plot([line["length"] for line in own], [line["kl"] for line in own], marker="o", label=name)
-        lengths = sorted({line["length"] for line in here})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-        axes.set_yscale("log")
-        axes.set(title=f"KL to full, {kind}", xlabel="context, tokens", ylabel="nats a token, mean")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        save_figure(figure, folder / f"kl_{kind}.png")
+        draw_kl(folder / f"kl_{kind}.png", f"KL to full, {kind}", here, "strategy")
+
+
+def draw_kl(path: Path, title: str, lines: Sequence[Mapping[str, Any]], column: str) -> None:
+    """KL to full over lengths: a course for each value of a column."""
+    courses: dict[str, tuple[list[float], list[float]]] = {}
+    for line in lines:
+        lengths, found = courses.setdefault(line[column], ([], []))
+        lengths.append(line["length"])
+        found.append(line["kl"])
+    plot_lines(path, title=title, x_label="context, tokens", y_label="nats a token, mean", lines=courses, is_log=True)
 
 
 def _draw_kinds(lines: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -176,29 +176,11 @@ def main(
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """KL to full over length, a line for each family: an image for each rate and kind of text."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
     lines = [line for line in payload["tables"]["equal bytes"] if line["kl"] > 0]
     for rate, kind in dict.fromkeys((line["latent bytes per token"], line["kind"]) for line in lines):
         here = [line for line in lines if (line["latent bytes per token"], line["kind"]) == (rate, kind)]
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        for family in dict.fromkeys(line["family"] for line in here):
-            own = [line for line in here if line["family"] == family]
-            axes.plot([line["length"] for line in own], [line["kl"] for line in own], marker="o", label=family)
-        lengths = sorted({line["length"] for line in here})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-        axes.set_yscale("log")
-        axes.set(
-            title=f"KL to full at equal bytes, {kind}: a latent of {rate:,} bytes a token",
-            xlabel="context, tokens",
-            ylabel="nats a token, mean",
-        )
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        record.save_figure(figure, folder / f"kl_{kind}_{rate}.png")
+        title = f"KL to full at equal bytes, {kind}: a latent of {rate:,} bytes a token"
+        fidelity.draw_kl(folder / f"kl_{kind}_{rate}.png", title, here, "family")
 
 
 # -- equal bytes ------------------------------------------------------------------------------------------------------

@@ -120,6 +120,17 @@ def prefill_rate(engine: Engine, session: str, prompt: Sequence[int]) -> float:
     return ending.prefilled_tokens / ending.prefill_seconds
 
 
+def prefill_rates(
+    engines: dict[str, Engine], sessions: Mapping[str, Sequence[str]], prompts: Sequence[Sequence[int]]
+) -> dict[str, list[float]]:
+    """Of each engine's sessions, one for each prompt; the engines take turns."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    for number, prompt in enumerate(prompts):
+        for name in turned(list(engines), number):
+            found[name].append(prefill_rate(engines[name], sessions[name][number], prompt))
+    return found
+
+
 def turn_milliseconds(engine: Engine, session: str, token_ids: Sequence[int]) -> float:
     """From the append of some tokens to the first one of the answer."""
     began = time.perf_counter()

@@ -10,9 +10,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import MLXProgram
-from inference_engine.backends.native.trial import LoadedTensors, check_rotation, checked
+from inference_engine.backends.native.trial import LoadedTensors, check_rotation
 from inference_engine.backends.read_model_spec import spec_of_seam
-from inference_engine.backends.twin import Twin, TwinSizes
+from inference_engine.backends.twin import Twin, TwinSizes, checked
 from inference_engine.kv.geometry import LayerTraits
 
 

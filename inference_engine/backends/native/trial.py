@@ -15,7 +15,7 @@ from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.forward import NativeForward
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.read_model_spec import spec_of_seam
-from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, checked
 from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY, LayerTraits
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import NoStepListError
@@ -58,16 +58,6 @@ def try_list(
     finally:
         program.close()
     return checked(difference, kind)
-
-
-def checked(difference: float, kind: type[PreTrainedModel]) -> float:
-    """Raise NoStepListError unless a twin's logits are the model's own, up to rounding."""
-    if not difference <= TOLERANCE:
-        raise NoStepListError(
-            f"the list of operations gives a small twin of {kind.__name__} logits that differ by {difference:.3g} "
-            "from the model's own"
-        )
-    return difference
 
 
 def check_rotation(twin: Twin, spec: ModelSpec) -> None:
