@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
 SWITCH_SECONDS = 0.0005
+LEAST_PING_MS = 2_000  # between two pings of a client without data
 # The default if the server can be reached from other machines.
 OWNER_CALLS_PER_SECOND = 1000.0
 
@@ -324,8 +325,9 @@ def _options(config: ServerConfig, connections: int, messages: MessageLimits) ->
         ("grpc.http.tarpit_min_duration_ms", 1_000),
         ("grpc.http.tarpit_max_duration_ms", 2_000),
         ("grpc.max_concurrent_streams", config.max_connection_calls),
-        # A call is silent during a long prefill. Clients may ping then, every 10 s (a common setting) or less often.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # A call is silent during a long prefill. Clients may ping then, every 10 s (a common setting), and proxies more
+        # often: only so they find a machine that is gone.
+        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         # The server detects clients that vanished.
         ("grpc.keepalive_time_ms", 30_000),

@@ -22,7 +22,7 @@ export interface Channel {
 }
 
 // A connection that is dead is found out within a call's default timeout, with time to make another. The server lets
-// clients ping once in 5 s.
+// clients ping once in 2 s.
 const KEEPALIVE_SECONDS = 10;
 const KEEPALIVE_ANSWER_SECONDS = 10;
 // The largest reply is a few kilobytes; appends are cut to what the server says it takes.

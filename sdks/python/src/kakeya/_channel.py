@@ -16,7 +16,7 @@ from kakeya._checks import invalid
 from kakeya._reach import is_this_machine, proxy_note, spelled_out
 
 # A connection that is dead is found out within a call's default timeout, with time to make another. The server lets
-# clients ping once in 5 s.
+# clients ping once in 2 s.
 KEEPALIVE_SECONDS = 10
 KEEPALIVE_ANSWER_SECONDS = 10
 # The largest reply is a few kilobytes; appends are cut to what the server says it takes.
