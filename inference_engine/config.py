@@ -57,6 +57,8 @@ OLD_NAMES = {
     ("numerics", "invariant"): ("determinism", "batch-invariant"),
 }
 _OLD = {name for name, _ in OLD_NAMES}
+# As vLLM names them, which pickers read unless they are told otherwise.
+PICKER_METRICS = "vllm:num_requests_waiting,vllm:num_requests_running,vllm:kv_cache_usage_perc"
 # Where nothing is and nothing can be made, by any user: a cache for who has none.
 NO_CACHE = Path(os.devnull, "no-cache")
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -360,6 +362,9 @@ class ServerConfig:
     # models; "all", the latent and the components of keys; "never", nothing. See `cli/auto_calibration.py`
     calibrate: str = "auto"
     metrics_bind: str = ""  # "": no metrics port
+    metrics_token_file: str = ""  # what readers of metrics show, needed beyond loopback; "": nothing
+    allow_open_metrics: bool = False  # beyond loopback without a token
+    picker_metrics: str = ""  # names of gauges that a picker of endpoints reads: queued,running,kv; "": none
     trace_endpoint: str = ""  # OTLP collector over gRPC, such as http://127.0.0.1:4317; "": no traces
     log_format: str = "text"  # or "json", an object a line
     http_bind: str = ""  # chat completions over HTTP, deprecated; "": none
@@ -416,12 +421,23 @@ class ServerConfig:
         )
         if self.calibrate not in ("auto", "all", "never"):
             raise ConfigError(f"calibrate must be auto, all or never, got {self.calibrate!r}")
+        if self.picker_metrics:
+            names = self.picker_metric_names
+            if len(set(names)) != 3 or not all(re.fullmatch("[a-zA-Z_:][a-zA-Z0-9_:]*", name) for name in names):
+                raise ConfigError(
+                    "picker_metrics must be three names of metrics, for the queue, what runs and the share of K/V, "
+                    f"such as {PICKER_METRICS}; got {self.picker_metrics!r}"
+                )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         if bool(self.tls_cert_file) != bool(self.tls_key_file):
             raise ConfigError("only one of tls_cert_file and tls_key_file is set; set both or none")
         if self.tls_client_ca_file and not self.tls_cert_file:
             raise ConfigError("tls_client_ca_file needs tls_cert_file and tls_key_file; set them or leave it unset")
+
+    @property
+    def picker_metric_names(self) -> list[str]:
+        return [name.strip() for name in self.picker_metrics.split(",")] if self.picker_metrics else []
 
 
 def in_full(path: str | Path) -> Path:

@@ -84,6 +84,7 @@ class EngineStatistics:
     sessions: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by strategy and state
     kv_bytes: Mapping[str, int] = field(default_factory=dict)  # on the device, by kind
     kv_reserved_bytes: int = 0
+    kv_capacity_bytes: int = 0
     kv_kept_for_forks_bytes: int = 0
     tier_bytes: int = 0
     tier_reserved_bytes: int = 0
@@ -107,6 +108,7 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._statistics: Callable[[], EngineStatistics] | None = None
         self._states: dict[tuple[str, str], Gauge] = {}
+        self._picked: tuple[Gauge, ...] = ()
         # A registry asks its collectors in the order in which they came: what is there is counted before it is shown.
         self.registry.register(_Look(self.look))
         ProcessCollector(registry=self.registry)
@@ -243,6 +245,11 @@ class EngineMetrics:
             "Reserved bytes of K/V of ended sessions, kept for forks that read them.",
         )
         self.kv_capacity_bytes = self._gauge("session_kv_capacity_bytes", "Bytes of K/V that may be reserved.")
+        self.kv_reserved_ratio = self._gauge(
+            "session_kv_reserved_ratio",
+            "Reserved bytes of K/V as a share of those that may be, 0 to 1. Idle sessions count, though new ones of "
+            "their owner may take their memory.",
+        )
         self.tier_live_bytes = self._gauge(
             "session_tier_live_bytes", "Bytes of K/V held off the device, summed over sessions."
         )
@@ -403,6 +410,14 @@ class EngineMetrics:
         self.build_info.clear()
         self.build_info.labels(version=version, model=model, device=device, dtype=dtype, mode=mode).set(1)
 
+    def name_for_pickers(self, waiting: str, running: str, kv: str) -> None:
+        """Show the queue, what runs and the share of K/V under these names, too. ValueError: one is ours already."""
+        self._picked = (
+            self._gauge(waiting, "As generate_queue_depth, for a picker of endpoints."),
+            self._gauge(running, "As generate_active, for a picker of endpoints."),
+            self._gauge(kv, "As session_kv_reserved_ratio, for a picker of endpoints."),
+        )
+
     def count_violation(self, kind: str) -> None:
         """kind: that of `InvariantViolated`, in capitals."""
         for spelled in (kind.lower(), kind):
@@ -452,6 +467,10 @@ class EngineMetrics:
         self.queue_depth.set(now.waiting)
         self.generates_active.set(now.running)
         self.beat_age.set(now.beat_age_seconds)
+        ratio = now.kv_reserved_bytes / now.kv_capacity_bytes if now.kv_capacity_bytes else 0.0
+        self.kv_reserved_ratio.set(ratio)
+        for gauge, value in zip(self._picked, (now.waiting, now.running, ratio), strict=False):  # none, or three
+            gauge.set(value)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
         return Gauge(name, help_text, registry=self.registry)

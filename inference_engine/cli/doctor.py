@@ -25,7 +25,7 @@ from inference_engine.errors import KakeyaError, ModelError
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.native.cores import usable_cores
 from inference_engine.server.address import resolve_bind
-from inference_engine.server.metrics_port import refuse_unless_loopback
+from inference_engine.server.metrics_port import read_token, refuse_open_metrics
 from inference_engine.server.trace_export import check_exporter
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ class Level(enum.Enum):
     OK = "green"
     WARN = "yellow"
     FAIL = "red"
+
+
+# What decides who may read them.
+OF_METRICS = ("metrics_token_file", "allow_open_metrics", "tls_cert_file", "tls_key_file", "allow_plaintext")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_config_file(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
-    add_settings(parser, ServerConfig, only=("bind", "metrics_bind", "trace_endpoint"))
+    add_settings(parser, ServerConfig, only=("bind", "metrics_bind", *OF_METRICS, "trace_endpoint"))
     parser.set_defaults(run=run)
 
 
@@ -238,7 +242,8 @@ def _port(found: Settings) -> Finding:
 def _metrics(found: Settings) -> Finding:
     if not found.server.metrics_bind:
         return Finding(Level.OK, "metrics and the dashboard are off; --metrics-bind turns them on")
-    refuse_unless_loopback(resolve_bind("metrics_bind", found.server.metrics_bind), found.server.metrics_bind)
+    refuse_open_metrics(resolve_bind("metrics_bind", found.server.metrics_bind), found.server)
+    read_token(found.server)
     return _bindable("metrics-bind", found.server.metrics_bind)
 
 

@@ -35,7 +35,7 @@ from inference_engine.config import (
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
-from inference_engine.server.metrics_port import refuse_unless_loopback
+from inference_engine.server.metrics_port import read_token, refuse_open_metrics
 from inference_engine.server.trace_export import check_exporter, exported
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
         if bind_error(address := resolve_bind(setting, bind)):
             raise cannot_bind(setting, address)
         if setting == "metrics_bind":
-            refuse_unless_loopback(address, bind)
+            refuse_open_metrics(address, server)
+            read_token(server)
         elif not address.is_loopback:
             refuse_open_doors(f"{setting} {bind}", server, has_keys=bool(server.api_key_file))
 
@@ -143,7 +144,7 @@ def _serve_model(
 
 def ready_line(handle: ServerHandle, engine: Engine) -> str:
     info = engine.info()
-    metrics = f", metrics at http://{handle.metrics_target}/metrics" if handle.metrics_target else ""
+    metrics = f", metrics at {handle.metrics_url}/metrics" if handle.metrics_url else ""
     http = f", chat completions at {handle.http_url}" if handle.http_url else ""
     facts = info.facts
     numerics = [facts.backend, facts.numerics] if facts.numerics != "torch" else []

@@ -145,7 +145,16 @@ HELP = {
         "WHEN",
         "first calibrate what the cache lacks: auto, what --strategy needs, if the model is small; all; never",
     ),
-    "metrics_bind": ("HOST:PORT", "where to serve Prometheus metrics and the dashboard; empty: nowhere"),
+    "metrics_bind": (
+        "HOST:PORT",
+        "where to serve Prometheus metrics and the dashboard; empty: nowhere; beyond loopback, a token is required",
+    ),
+    "metrics_token_file": ("FILE", "a token that readers of metrics show; empty: none required"),
+    "allow_open_metrics": ("BOOL", "true: metrics may be read beyond loopback without a token"),
+    "picker_metrics": (
+        "NAMES",
+        "of three gauges for a picker of endpoints: queued and running Generates, share of K/V; empty: none",
+    ),
     "trace_endpoint": ("URL", "an OTLP collector for traces, such as http://127.0.0.1:4317; empty: none"),
     "log_format": ("KIND", "text, or json: one object per line"),
     "http_bind": ("HOST:PORT", "where to serve chat completions over HTTP (deprecated); empty: nowhere"),

@@ -1,35 +1,43 @@
-"""The operator's port: Prometheus metrics and a dashboard over HTTP, on loopback only.
+"""The operator's port: Prometheus metrics and a dashboard over HTTP, read-only.
 
     GET /metrics           Prometheus' text format
     GET /dashboard         the page; its parts lie under /dashboard/
     GET /dashboard/data    what the page draws, as JSON
 
-The port has no authentication, so it must not be reachable from other machines: the address must be a loopback one, and
-so must the `Host` of each request, so that a hostile page in the operator's browser cannot read it under a name of its
-own (DNS rebinding). Everything is read-only.
+On loopback nobody needs a key, so the `Host` of each request must be a loopback name, too: a hostile page in the
+operator's browser must not read it under a name of its own (DNS rebinding). Beyond, a request shows the token of
+`metrics_token_file`, as a bearer or as the password that a browser asks for, and TLS has the server's certificates;
+`allow_open_metrics` lets every request read, for what can show no token.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
+import hmac
 import json
 import logging
 import socket
+import ssl
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.exposition import choose_encoder
 
+from inference_engine.config import ServerConfig, in_full
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, cannot_bind, names_this_machine, resolve_bind
 from inference_engine.server.dashboard import SAMPLE_SECONDS, Dashboard
+from inference_engine.server.tls import Certificates
 
 PAGE = {
     "/dashboard": ("index.html", "text/html; charset=utf-8"),
@@ -46,6 +54,7 @@ HEADERS = {
 }
 _QUIET_SECONDS = 10.0  # without a byte of a request received or of its answer sent
 _MOST_READERS = 64  # at the same time; one more replaces the oldest
+_SHORTEST_TOKEN = 16  # characters
 
 _log = logging.getLogger(__name__)
 
@@ -60,19 +69,32 @@ class _Answer:
 class MetricsPort:
     """Listens from construction until `stop`."""
 
-    def __init__(self, metrics: EngineMetrics, bind: str) -> None:
-        """Raises ConfigError if `bind` is not available, or can be reached from other machines."""
-        address = resolve_bind("metrics_bind", bind)
-        refuse_unless_loopback(address, bind)
+    def __init__(self, metrics: EngineMetrics, config: ServerConfig, certificates: Certificates | None = None) -> None:
+        """config: with metrics_bind. certificates: of TLS, beyond loopback.
+
+        Raises ConfigError if the address is not available, or can be reached by readers that `config` lets in by no
+        rule.
+        """
+        address = resolve_bind("metrics_bind", config.metrics_bind)
+        refuse_open_metrics(address, config)
         self._metrics = metrics
         self._dashboard = Dashboard(metrics)
-        name = bind.rpartition(":")[0]
-        handler = type("Handler", (_Handler,), {"answer": staticmethod(self._answer), "names": ("localhost", name)})
+        handler = type(
+            "Handler",
+            (_Handler,),
+            {
+                "answer": staticmethod(self._answer),
+                "names": ("localhost", config.metrics_bind.rpartition(":")[0]) if address.is_loopback else None,
+                "token": read_token(config),
+            },
+        )
+        tls = None if address.is_loopback or certificates is None else certificates.context
         try:
-            self._httpd = _MetricsServer(address, handler, metrics.connections_dropped.labels("metrics").inc)
+            self._httpd = _MetricsServer(address, handler, metrics.connections_dropped.labels("metrics").inc, tls)
         except OSError as error:
             raise cannot_bind("metrics_bind", address) from error
-        self.target = str(Address(host=address.host, port=self._httpd.server_port, is_loopback=True))
+        self.target = str(replace(address, port=self._httpd.server_port))
+        self.url = f"http{'s' if tls else ''}://{self.target}"
         self._is_stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._httpd.serve_forever, name="metrics", daemon=True),
@@ -110,25 +132,63 @@ class MetricsPort:
         return None
 
 
-def refuse_unless_loopback(address: Address, bind: str) -> None:
-    """Raises ConfigError for an address that other machines can reach."""
-    if not address.is_loopback:
+def refuse_open_metrics(address: Address, config: ServerConfig) -> None:
+    """Raises ConfigError for an address that other machines can reach, if nothing says which of them may read."""
+    if address.is_loopback:
+        return
+    if not (config.metrics_token_file or config.allow_open_metrics):
         raise ConfigError(
-            f"metrics_bind {bind} can be reached from other machines, and metrics have no access control; bind "
-            "127.0.0.1 and collect them with a local agent"
+            f"metrics_bind {config.metrics_bind} can be reached from other machines: set metrics_token_file, or "
+            "allow_open_metrics if whoever reaches it may read metrics; or bind 127.0.0.1 and collect them with a "
+            "local agent"
         )
+    if config.metrics_token_file and not (config.tls_cert_file or config.allow_plaintext):
+        raise ConfigError(
+            f"the token of metrics_bind {config.metrics_bind} would cross the network unencrypted: set tls_cert_file "
+            "with tls_key_file, or allow_plaintext in a network of your own"
+        )
+
+
+def read_token(config: ServerConfig) -> bytes | None:
+    """What readers of metrics have to show; None: nothing. Raises ConfigError for a file without a token."""
+    if not config.metrics_token_file:
+        return None
+    path = in_full(config.metrics_token_file)
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"metrics_token_file {path} cannot be read: {error.strerror}") from error
+    if len(token) < _SHORTEST_TOKEN or len(token.split()) > 1:
+        raise ConfigError(
+            f"metrics_token_file {path} must hold one token of {_SHORTEST_TOKEN} characters or more, without spaces; "
+            f"make one: openssl rand -hex 32 > {path}"
+        )
+    return token
 
 
 class _MetricsServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 2 * _MOST_READERS  # beyond it, clients wait for a second or more
 
-    def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler], on_drop: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        handler: type[BaseHTTPRequestHandler],
+        on_drop: Callable[[], object],
+        tls: Callable[[], ssl.SSLContext] | None,
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self._on_drop = on_drop
+        self._tls = tls
         self._lock = threading.Lock()
         self._readers: dict[socket.socket, None] = {}  # connections being served, the oldest first
         super().__init__((address.host, address.port), handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        request, client_address = super().get_request()
+        if self._tls is not None:  # the handshake is the first read's, in the request's own thread
+            request = self._tls().wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        return request, client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -152,18 +212,28 @@ class _MetricsServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request. Subclasses set `answer`."""
+    """One request. Subclasses set the attributes without a value.
+
+    names: that this machine is called by; None: any. token: to be shown; None: none.
+    """
 
     timeout = _QUIET_SECONDS
     server_version, sys_version = "kakeya", ""
     answer: Callable[[str, str, str], _Answer | None]
-    names: tuple[str, ...]
+    names: tuple[str, ...] | None
+    token: bytes | None
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         if not self._is_for_us():
             self._send(
                 _Answer("text/plain", b"this port answers to loopback names only\n", HTTPStatus.MISDIRECTED_REQUEST)
+            )
+            return
+        if self.token is not None and not hmac.compare_digest(_shown(self.headers.get("Authorization", "")), self.token):
+            self._send(
+                _Answer("text/plain", b"show the token of metrics_token_file\n", HTTPStatus.UNAUTHORIZED),
+                {"WWW-Authenticate": 'Basic realm="metrics", charset="UTF-8"'},
             )
             return
         try:
@@ -179,11 +249,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_for_us(self) -> bool:
         """Does the request name a loopback address? Browsers always send a Host, so none is accepted."""
         host = self.headers.get("Host")
-        return host is None or names_this_machine(host, self.names)
+        return host is None or self.names is None or names_this_machine(host, self.names)
 
-    def _send(self, answer: _Answer) -> None:
+    def _send(self, answer: _Answer, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(answer.status)
-        for name, value in {**HEADERS, "Content-Type": answer.content_type}.items():
+        for name, value in {**HEADERS, **headers, "Content-Type": answer.content_type}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
@@ -192,3 +262,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002 - the base class names it
         _log.debug(format, *arguments)
+
+
+def _shown(authorization: str) -> bytes:
+    """The token of a bearer, or the password of a Basic authorization; empty where there is neither."""
+    kind, _, value = authorization.strip().partition(" ")
+    if kind.lower() == "bearer":
+        return value.strip().encode("latin-1")
+    if kind.lower() == "basic":
+        with contextlib.suppress(binascii.Error, ValueError):
+            return base64.b64decode(value.strip(), validate=True).partition(b":")[2]
+    return b""

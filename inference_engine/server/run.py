@@ -1,18 +1,21 @@
 """Starts the server, and shuts it down gracefully.
 
 Draining, in order: health says NOT_SERVING; the engine refuses new work and lets running Generates end (at most
-`drain_seconds`, then they end with DRAINING); every call has returned; the port closes.
+`drain_seconds`, then they end with DRAINING); every call has returned; the port closes; the journal is written out. All
+that follows the grace has STOP_SECONDS, then the process ends as it is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +27,7 @@ from grpc_reflection.v1alpha import reflection
 from inference_engine import __version__
 from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
-from inference_engine.errors import Draining, RequestError
+from inference_engine.errors import ConfigError, Draining, RequestError
 from inference_engine.models.mapped import MappedWeights
 from inference_engine.server.address import Address, cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.auth import KeyRing
@@ -49,10 +52,16 @@ if TYPE_CHECKING:
 # Once the engine has drained: how long calls may take to return, and their last bytes to be sent.
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
+# From the end of the grace to that of the process: supervisors get one time that holds, whatever hangs.
+STOP_SECONDS = 10.0
+LAST_WORDS_SECONDS = 1.0  # of these, to say where it hangs
+EXIT_LATE = 124  # as timeout(1) ends with
 SWITCH_SECONDS = 0.0005
 LEAST_PING_MS = 2_000  # between two pings of a client without data
 # The default if the server can be reached from other machines.
 OWNER_CALLS_PER_SECOND = 1000.0
+
+_STANDARD_ERROR = 2
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +83,7 @@ class ServerHandle:
         http: HttpShim | None = None,
     ) -> None:
         self.target = target  # "127.0.0.1:50051": the address really bound
-        self.metrics_target = metrics_port.target if metrics_port is not None else None
+        self.metrics_url = metrics_port.url if metrics_port is not None else None
         self._metrics_port = metrics_port
         self.http_url = http.url if http else None
         self._server = server
@@ -149,8 +158,13 @@ async def _started(
     connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
     _describe(engine)
     port = None
+    if config.picker_metrics:
+        try:
+            engine.metrics.name_for_pickers(*config.picker_metric_names)
+        except ValueError as error:  # one is there already
+            raise ConfigError(f"picker_metrics {config.picker_metrics}: {error}") from error
     if config.metrics_bind:
-        port = MetricsPort(engine.metrics, config.metrics_bind)
+        port = MetricsPort(engine.metrics, config, certificates)
         opened.callback(port.stop)
     health = Health(engine)
     messages = MessageLimits(
@@ -269,6 +283,7 @@ async def _serve(
         # The system's default handler works even if the loop is blocked.
         signal.signal(number, second)
     _log.info("draining for at most %g s; a second signal ends at once", config.drain_seconds)
+    threading.Thread(target=_end_late, args=(config.drain_seconds,), name="stop", daemon=True).start()
     draining = asyncio.create_task(handle.drain_and_stop())
     await asyncio.wait({gave_up, draining}, return_when=asyncio.FIRST_COMPLETED)
     if not draining.done():
@@ -284,6 +299,21 @@ async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(reason.status)
+
+
+def _end_late(drain_seconds: float) -> None:
+    """What clients received is in the journal by then, if there is one; what is not, they were not told."""
+    time.sleep(max(0.0, drain_seconds + STOP_SECONDS - LAST_WORDS_SECONDS))
+    saying = threading.Thread(target=_say_late, name="stop", daemon=True)
+    saying.start()
+    saying.join(LAST_WORDS_SECONDS)  # what reads the log may hang as well
+    os._exit(EXIT_LATE)
+
+
+def _say_late() -> None:
+    _log.critical("still not stopped %g s after drain_seconds: ending with status %d", STOP_SECONDS, EXIT_LATE)
+    logging.shutdown()
+    faulthandler.dump_traceback(_STANDARD_ERROR)
 
 
 def _limits(config: ServerConfig, *, is_reachable: bool) -> OwnerLimits:

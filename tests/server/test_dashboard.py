@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from inference_engine.config import ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.metrics import STEP_PARTS, EngineMetrics
 from inference_engine.server import metrics_port
@@ -57,7 +58,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def port(engine: Engine) -> Iterator[MetricsPort]:
-    port = MetricsPort(engine.metrics, "127.0.0.1:0")
+    port = MetricsPort(engine.metrics, ServerConfig(metrics_bind="127.0.0.1:0"))
     yield port
     port.stop()
 
@@ -147,7 +148,7 @@ def test_an_engine_that_fails_to_answer_fails_that_answer_only(port: MetricsPort
 @pytest.mark.hostile
 def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads() -> None:
     before = set(threading.enumerate())  # of other tests, which may end meanwhile
-    port = MetricsPort(EngineMetrics(), "127.0.0.1:0")
+    port = MetricsPort(EngineMetrics(), ServerConfig(metrics_bind="127.0.0.1:0"))
     host, _, number = port.target.rpartition(":")
     with contextlib.ExitStack() as stack:
         stack.callback(port.stop)

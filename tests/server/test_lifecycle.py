@@ -16,6 +16,7 @@ import torch
 from inference_engine.engine import Engine
 from inference_engine.errors import EngineStalled
 from inference_engine.kv.parts.layer_entries import LayerEntries
+from inference_engine.server.run import EXIT_LATE
 from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
@@ -236,7 +237,7 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
     is_reported_to_end: bool, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with log.open("w", encoding="utf-8") as stderr, _started(stderr) as child:
+    with log.open("w", encoding="utf-8") as stderr, _started(stderr, "600", "0.1") as child:
         assert child.stdout is not None
         target = (await asyncio.to_thread(child.stdout.readline)).strip()
         async with grpc.aio.insecure_channel(target) as channel:
@@ -252,9 +253,27 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
     assert "the engine did not recover" in text
 
 
+async def test_a_stop_that_hangs_ends_by_the_time_that_supervisors_are_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("w", encoding="utf-8") as stderr, _started(stderr, "0.1", "0") as child:
+        assert child.stdout is not None
+        target = (await asyncio.to_thread(child.stdout.readline)).strip()
+        async with grpc.aio.insecure_channel(target) as channel:
+            client = Client(channel)
+            request = pb.GenerateRequest(session_id=await client.open((*HISTORY, POISON)), max_tokens=4)
+            reading = asyncio.ensure_future(refused(read_rest(client.stream(request))))
+            assert await asyncio.to_thread(child.stdout.readline) == "hangs\n"
+            child.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(child.wait, TIMEOUT_SECONDS) == EXIT_LATE
+            await reading
+    text = await asyncio.to_thread(log.read_text, encoding="utf-8")
+    assert "still not stopped" in text
+    assert "scripted.py" in text  # where it hangs
+
+
 @contextmanager
-def _started(stderr: IO[str]) -> Iterator[Process]:
+def _started(stderr: IO[str], drain_seconds: str, stall_exit_seconds: str) -> Iterator[Process]:
     """The server process, which is gone at the end, whatever happens."""
-    arguments = (str(PROGRAM), str(POISON), "600")
+    arguments = (str(PROGRAM), str(POISON), drain_seconds, stall_exit_seconds)
     with ending(started(*arguments, stderr=stderr)) as child:
         yield child

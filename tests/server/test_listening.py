@@ -183,7 +183,7 @@ async def test_metrics_count_calls_by_method_and_code_and_name_no_session(engine
         session_id = await client.open(client_label="a-secret-label")
         await client.generate(session_id)
         await refused(client.append("unknown", [1]))
-        page = await asyncio.to_thread(fetch, f"http://{handle.metrics_target}/metrics")
+        page = await asyncio.to_thread(fetch, f"{handle.metrics_url}/metrics")
     method = "kakeya.v1.RuntimeService"
     assert f'rpc_total{{code="OK",method="{method}/Generate"}} 1.0' in page
     assert f'rpc_total{{code="NOT_FOUND",method="{method}/AppendTokens"}} 1.0' in page
