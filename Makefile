@@ -47,7 +47,7 @@ endif
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs
-.PHONY: clean sanitize
+.PHONY: clean sanitize fronts
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
@@ -108,6 +108,11 @@ test-mac: developed ## on a Mac with Apple silicon: MLX on its GPU, memory, a lo
 
 test-hostile: developed ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
+
+fronts: ## Debian's HAProxy, nginx and Prometheus, which tests of `deploy` start: installed by apt where one is missing
+	@export PATH="$$PATH:/usr/sbin:/sbin"; { command -v haproxy && command -v nginx && command -v promtool; } >/dev/null || { \
+	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$as_root apt-get update -q && \
+	    DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -q -y --no-install-recommends haproxy nginx-light prometheus; }
 
 sanitize: $(DEVELOPED) ## the native library's tests with the checks of -fsanitize=address,undefined
 	@$(BIN)/python scripts/sanitize.py $(ARGS)

@@ -57,7 +57,7 @@ OLD_NAMES = {
     ("numerics", "invariant"): ("determinism", "batch-invariant"),
 }
 _OLD = {name for name, _ in OLD_NAMES}
-# As vLLM names them, which pickers read unless they are told otherwise.
+# As vLLM names them, which pickers read by default.
 PICKER_METRICS = "vllm:num_requests_waiting,vllm:num_requests_running,vllm:kv_cache_usage_perc"
 # Where nothing is and nothing can be made, by any user: a cache for who has none.
 NO_CACHE = Path(os.devnull, "no-cache")

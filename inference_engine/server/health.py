@@ -40,6 +40,12 @@ class Health:
         self.servicer = _Servicer()
         self._engine = engine
         self._following: asyncio.Task[None] | None = None
+        self._is_draining = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Any thread may ask."""
+        return not self._is_draining and self._engine.is_serving()
 
     async def follow(self) -> None:
         """Report the engine's state now, and again every LOOK_SECONDS."""
@@ -48,6 +54,7 @@ class Health:
 
     async def drain(self) -> None:
         """NOT_SERVING from now on."""
+        self._is_draining = True
         if self._following is not None:
             self._following.cancel()
         await self.servicer.enter_graceful_shutdown()
@@ -58,6 +65,6 @@ class Health:
             await self._look()
 
     async def _look(self) -> None:
-        status = _SERVING if self._engine.is_serving() else _NOT_SERVING
+        status = _SERVING if self.is_serving else _NOT_SERVING
         for service in _SERVICES:
             await self.servicer.set(service, status)

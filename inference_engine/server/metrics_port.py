@@ -3,8 +3,9 @@
     GET /metrics           Prometheus' text format
     GET /dashboard         the page; its parts lie under /dashboard/
     GET /dashboard/data    what the page draws, as JSON
+    GET /healthz           200, or 503: as grpc.health.v1 says it, for what speaks no gRPC; asks for no token
 
-On loopback nobody needs a key, so the `Host` of each request must be a loopback name, too: a hostile page in the
+On loopback no key is needed, so the `Host` of each request must be a loopback name, too: a hostile page in the
 operator's browser must not read it under a name of its own (DNS rebinding). Beyond, a request shows the token of
 `metrics_token_file`, as a bearer or as the password that a browser asks for, and TLS has the server's certificates;
 `allow_open_metrics` lets every request read, for what can show no token.
@@ -45,6 +46,7 @@ PAGE = {
     "/dashboard/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
     "/dashboard/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
+HEALTH = "/healthz"
 # Sent with every answer: the page loads only its own parts and data, and no other page may embed it.
 HEADERS = {
     "Cache-Control": "no-store",
@@ -69,8 +71,15 @@ class _Answer:
 class MetricsPort:
     """Listens from construction until `stop`."""
 
-    def __init__(self, metrics: EngineMetrics, config: ServerConfig, certificates: Certificates | None = None) -> None:
-        """config: with metrics_bind. certificates: of TLS, beyond loopback.
+    def __init__(
+        self,
+        metrics: EngineMetrics,
+        config: ServerConfig,
+        certificates: Certificates | None = None,
+        *,
+        is_serving: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """config: with metrics_bind. certificates: of TLS, beyond loopback. is_serving: asked by any thread.
 
         Raises ConfigError if the address is not available, or can be reached by readers that `config` lets in by no
         rule.
@@ -78,6 +87,7 @@ class MetricsPort:
         address = resolve_bind("metrics_bind", config.metrics_bind)
         refuse_open_metrics(address, config)
         self._metrics = metrics
+        self._is_serving = is_serving
         self._dashboard = Dashboard(metrics)
         handler = type(
             "Handler",
@@ -117,6 +127,10 @@ class MetricsPort:
 
     def _answer(self, path: str, query: str, accept: str) -> _Answer | None:
         """None if there is no such page."""
+        if path == HEALTH:
+            if self._is_serving():
+                return _Answer("text/plain", b"serving\n")
+            return _Answer("text/plain", b"not serving\n", HTTPStatus.SERVICE_UNAVAILABLE)
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             self._metrics.look()
@@ -139,7 +153,7 @@ def refuse_open_metrics(address: Address, config: ServerConfig) -> None:
     if not (config.metrics_token_file or config.allow_open_metrics):
         raise ConfigError(
             f"metrics_bind {config.metrics_bind} can be reached from other machines: set metrics_token_file, or "
-            "allow_open_metrics if whoever reaches it may read metrics; or bind 127.0.0.1 and collect them with a "
+            "allow_open_metrics if all that reach it may read metrics; or bind 127.0.0.1 and collect them with a "
             "local agent"
         )
     if config.metrics_token_file and not (config.tls_cert_file or config.allow_plaintext):
@@ -230,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
                 _Answer("text/plain", b"this port answers to loopback names only\n", HTTPStatus.MISDIRECTED_REQUEST)
             )
             return
-        if self.token is not None and not hmac.compare_digest(_shown(self.headers.get("Authorization", "")), self.token):
+        if url.path != HEALTH and not self._is_allowed():
             self._send(
                 _Answer("text/plain", b"show the token of metrics_token_file\n", HTTPStatus.UNAUTHORIZED),
                 {"WWW-Authenticate": 'Basic realm="metrics", charset="UTF-8"'},
@@ -250,6 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Does the request name a loopback address? Browsers always send a Host, so none is accepted."""
         host = self.headers.get("Host")
         return host is None or self.names is None or names_this_machine(host, self.names)
+
+    def _is_allowed(self) -> bool:
+        shown = _shown(self.headers.get("Authorization", ""))
+        return self.token is None or hmac.compare_digest(shown, self.token)
 
     def _send(self, answer: _Answer, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(answer.status)

@@ -157,6 +157,7 @@ async def _started(
     limits = _limits(config, is_reachable=is_reachable)
     connections = allowed_connections(config.max_connections, ports=1 if http_address is None else 2)
     _describe(engine)
+    health = Health(engine)
     port = None
     if config.picker_metrics:
         try:
@@ -164,9 +165,8 @@ async def _started(
         except ValueError as error:  # one is there already
             raise ConfigError(f"picker_metrics {config.picker_metrics}: {error}") from error
     if config.metrics_bind:
-        port = MetricsPort(engine.metrics, config, certificates)
+        port = MetricsPort(engine.metrics, config, certificates, is_serving=lambda: health.is_serving)
         opened.callback(port.stop)
-    health = Health(engine)
     messages = MessageLimits(
         max_append_tokens=engine.info().config.max_append_tokens, max_message_bytes=config.max_message_bytes
     )
@@ -302,7 +302,7 @@ async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:
 
 
 def _end_late(drain_seconds: float) -> None:
-    """What clients received is in the journal by then, if there is one; what is not, they were not told."""
+    """What clients received is in the journal by then, if there is one."""
     time.sleep(max(0.0, drain_seconds + STOP_SECONDS - LAST_WORDS_SECONDS))
     saying = threading.Thread(target=_say_late, name="stop", daemon=True)
     saying.start()

@@ -1,6 +1,6 @@
 // Agents of the TypeScript SDK, which talk on while their server is killed; `kills.py` holds what they say against the law.
 //
-//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience> <seconds of rest>
+//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience> <seconds of rest> [<file of authorities>]
 //
 // Each line on standard output is what an agent received. The end of standard input lets each end its session.
 import { setTimeout as sleep } from "node:timers/promises";
@@ -12,7 +12,8 @@ const REWINDING = 10;
 const RESTING = 5;
 
 const target = process.argv[2];
-const [agents, seed, patienceSeconds, restSeconds] = process.argv.slice(3).map(Number);
+const [agents, seed, patienceSeconds, restSeconds] = process.argv.slice(3, 7).map(Number);
+const authorities = process.argv[7];
 let isOver = false;
 process.stdin.on("end", () => (isOver = true)).resume();
 
@@ -105,6 +106,7 @@ async function run(agent) {
   const client = new Client(target, {
     retry: { firstDelaySeconds: 0.02, maxDelaySeconds: 0.1, patienceSeconds },
     timeoutSeconds: 1200,
+    tls: authorities === undefined ? false : { rootCertificates: authorities },
   });
   try {
     while (!isOver) await talk(client, agent, below);

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from inference_engine.config import child_environment
 from inference_engine.kv.strategies.full import Full
-from kakeya import Client, DeadlineExceeded, RetryPolicy, Session, SessionNotFound, TransportError
+from kakeya import TLS, Client, DeadlineExceeded, RetryPolicy, Session, SessionNotFound, TransportError
 from tests.load.scripted import solo_of
 
 ROOT = Path(__file__).parents[2]
@@ -126,11 +126,20 @@ class Agents:
     Nothing that they received was wrong.
     """
 
-    def __init__(self, target: str, count: int, seed: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        target: str,
+        count: int,
+        seed: int,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        tls: TLS | Literal[False] = False,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gave_up: list[str] = []
         self._target = target
+        self._tls = tls
         self._retry = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=patience_seconds)
         self._is_over = threading.Event()
         self._clients: list[Client] = []
@@ -160,7 +169,7 @@ class Agents:
 
     def _run(self, rng: random.Random) -> None:
         try:
-            with Client(self._target, retry=self._retry, timeout=2 * PATIENCE_SECONDS) as client:
+            with Client(self._target, tls=self._tls, retry=self._retry, timeout=2 * PATIENCE_SECONDS) as client:
                 self._clients.append(client)
                 while not self._is_over.is_set():
                     self._talk(client, rng)
@@ -236,7 +245,16 @@ class Agents:
 class NodeAgents:
     """The same, of the TypeScript SDK, in a process of Node.js. Built by `npm ci` and `npm run build` in its folder."""
 
-    def __init__(self, target: str, count: int, seed: int, *, patience_seconds: float = PATIENCE_SECONDS) -> None:
+    def __init__(
+        self,
+        target: str,
+        count: int,
+        seed: int,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        ca: Path | None = None,
+    ) -> None:
+        """ca: of the server's certificate; None: no TLS."""
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gave_up: list[str] = []
@@ -244,7 +262,7 @@ class NodeAgents:
         self._is_over = False
         assert has_node_agents(), f"{SDK} is not built: npm ci && npm run build there, with Node.js 20 or newer"
         command = [NODE, str(Path(__file__).with_name("agents.mjs")), target, str(count), str(seed)]
-        command += [str(patience_seconds), str(1.5 * IDLE_TTL_SECONDS)]
+        command += [str(patience_seconds), str(1.5 * IDLE_TTL_SECONDS), *([str(ca)] if ca else [])]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
         )
@@ -352,7 +370,7 @@ def kill_often(
     agents: int,
     seed: int,
     is_early: bool = False,
-    of: type[Agents] | type[NodeAgents] = Agents,
+    of: Callable[..., Agents | NodeAgents] = Agents,
     is_over: Callable[[], bool] = lambda: False,
     patience_seconds: float = PATIENCE_SECONDS,
     nursery: Nursery | None = None,

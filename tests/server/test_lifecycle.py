@@ -253,7 +253,7 @@ async def test_a_process_whose_engine_does_not_come_back_ends_with_a_status_of_i
     assert "the engine did not recover" in text
 
 
-async def test_a_stop_that_hangs_ends_by_the_time_that_supervisors_are_told(tmp_path: Path) -> None:
+async def test_a_stop_that_hangs_ends_by_the_time_that_supervisors_allow(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("w", encoding="utf-8") as stderr, _started(stderr, "0.1", "0") as child:
         assert child.stdout is not None

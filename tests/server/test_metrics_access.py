@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import socket
@@ -17,6 +18,7 @@ from inference_engine.config import PICKER_METRICS, ServerConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
+from inference_engine.server.health import Health
 from inference_engine.server.metrics_port import MetricsPort
 from inference_engine.server.tls import Certificates
 from kakeya.v1 import runtime_pb2 as pb
@@ -75,7 +77,7 @@ def bearer(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
-def test_beyond_loopback_metrics_need_a_token_or_that_somebody_says_they_are_open(
+def test_beyond_loopback_metrics_need_a_token_or_to_be_declared_open(
     token_file: str, subtests: pytest.Subtests
 ) -> None:
     for settings, said in (
@@ -119,7 +121,7 @@ def test_open_metrics_answer_by_any_name(opened: Callable[..., MetricsPort]) -> 
     assert status(here(port), "/metrics", {"Host": "kakeya-0.kakeya:9090"}) == 200
 
 
-def test_the_port_has_the_servers_certificates_and_a_silent_peer_delays_nobody(
+def test_the_port_has_the_servers_certificates_and_a_silent_peer_delays_no_other(
     opened: Callable[..., MetricsPort], token_file: str, tmp_path: Path
 ) -> None:
     authority = Authority()
@@ -134,6 +136,19 @@ def test_the_port_has_the_servers_certificates_and_a_silent_peer_delays_nobody(
         assert status(here(port), "/metrics", tls=trusting) == 401
         with pytest.raises((http.client.HTTPException, ConnectionError)):
             status(here(port), "/metrics", bearer(TOKEN))
+
+
+async def test_health_over_http_is_that_of_grpc_and_needs_no_token(token_file: str) -> None:
+    config = ServerConfig(metrics_bind="127.0.0.1:0", metrics_token_file=token_file)
+    with tiny_engine() as engine:
+        health = Health(engine)
+        port = MetricsPort(engine.metrics, config, is_serving=lambda: health.is_serving)
+        try:
+            assert await asyncio.to_thread(status, port.target, "/healthz") == 200
+            await health.drain()
+            assert await asyncio.to_thread(status, port.target, "/healthz") == 503
+        finally:
+            await asyncio.to_thread(port.stop)
 
 
 async def test_a_picker_reads_the_queue_what_runs_and_the_share_of_memory_under_its_own_names() -> None:
