@@ -104,14 +104,17 @@ class Admitted:
 class Launched(Protocol):
     """A step that the device may still be computing.
 
-    ids: int64, on the device: the samples of its draws, one after another.
+    ids: int64, on the device: the samples of its draws, one after another. Once they are drawn.
     """
 
     @property
     def ids(self) -> Tensor: ...
 
+    def draw(self) -> None:
+        """Start its draws, if they wait for masks: those are known now."""
+
     def result(self) -> Result:
-        """As `Forward.run` returns it. Waits for the device. Raises what the step failed with."""
+        """As `Forward.run` returns it, once it is drawn. Waits for the device. Raises what the step failed with."""
 
 
 class Launcher(Protocol):
@@ -121,7 +124,10 @@ class Launcher(Protocol):
         """Can the step be on its way before the tokens of the one before it have reached the host?"""
 
     def launch(self, step: Step, fed: Tensor | None = None) -> Launched:
-        """Start a step that `can_launch` and has a draw. fed: int64 [N], on the device, in place of its token ids."""
+        """Start a step that `can_launch` and has a draw. fed: int64 [N], on the device, in place of its token ids.
+
+        Where a draw has masks, none is begun before `Launched.draw`.
+        """
 
 
 class Forward(Protocol):

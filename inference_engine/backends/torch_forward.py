@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
@@ -39,19 +40,29 @@ _SEGMENTS_IN_A_CHUNK = 16  # of restored ones
 _LAUNCHING_SECONDS, _PRODUCTS_A_SECOND = 4e-4, 4e14
 
 
-@dataclass(frozen=True, slots=True)
 class _Launched:
     """Implements Launched."""
 
-    _result: Result
-    _drawing: Drawing
+    def __init__(self, result: Result, draw: Callable[[], Drawing], *, waits: bool = False) -> None:
+        """draw: starts its draws. waits: not yet."""
+        self._result, self._draw = result, draw
+        self._drawing = None if waits else draw()
+
+    @property
+    def _drawn(self) -> Drawing:
+        assert self._drawing is not None, "its draws were begun"
+        return self._drawing
 
     @property
     def ids(self) -> Tensor:
-        return self._drawing.ids
+        return self._drawn.ids
+
+    def draw(self) -> None:
+        if self._drawing is None:
+            self._drawing = self._draw()
 
     def result(self) -> Result:
-        return Result(self._result.logits, self._result.taps, self._drawing.samples())
+        return Result(self._result.logits, self._result.taps, self._drawn.samples())
 
 
 class TorchForward:
@@ -257,10 +268,14 @@ class TorchForward:
             return self._launch_greedily(step, draws, graphs, fed)
         result = self._forward(step, fed)
         step.on_computed()
-        with torch.inference_mode():
-            drawing = start_drawing(result.logits, step.draws, self._ops.noise_of_all)
-            drawing.send()
-        return _Launched(result, drawing)
+
+        def draw() -> Drawing:
+            with torch.inference_mode():
+                drawing = start_drawing(result.logits, step.draws, self._ops.noise_of_all)
+                drawing.send()
+            return drawing
+
+        return _Launched(result, draw, waits=any(each.sampler.masks is not None for each in step.draws))
 
     def _launch_greedily(self, step: Step, draws: Draws, graphs: StepGraphs, fed: Tensor | None) -> _Launched:
         """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""
@@ -273,7 +288,7 @@ class TorchForward:
             )
         # What it does may run another recording, which writes over the peaks.
         step.on_computed()
-        return _Launched(Result(peaks.largest[:0], taps), draws.drawn(ids[0], landed))
+        return _Launched(Result(peaks.largest[:0], taps), lambda: draws.drawn(ids[0], landed))
 
     def _forward(self, step: Step, fed: Tensor | None = None) -> Result:
         graphs = self._graphs.get(step.plan.pool)

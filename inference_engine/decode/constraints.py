@@ -51,9 +51,9 @@ MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
 _COMPILERS, _WORKERS = 4, 2
 _COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
-_GRACE_SECONDS = 0.001
+GRACE_SECONDS = 0.001
 # An automaton that takes longer is left to workers, for some tokens at first, and twice as many each time.
-_SLOW_SECONDS, _SLOW_TOKENS, _MOST_SLOW_TOKENS = 0.0005, 4, 1024
+SLOW_SECONDS, _SLOW_TOKENS, _MOST_SLOW_TOKENS = 0.0005, 4, 1024
 _RETRY_SECONDS = 1.0
 # Of llguidance: work and memory of one grammar. A mask takes a few milliseconds at most.
 _LIMITS: dict[str, Any] = {
@@ -88,7 +88,7 @@ class Automaton(Protocol):
         """Why it cannot go on; "" if it can."""
 
     def consume(self, token_id: int) -> bool:
-        """May the id follow? Then it is consumed."""
+        """May the id follow? Then it is consumed; else the automaton may be `broken`."""
 
     def fitting(self, token_ids: Sequence[int]) -> int:
         """How many of them, from the first on, may follow."""
@@ -222,9 +222,7 @@ class TextAutomaton:
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def consume(self, token_id: int) -> bool:
-        if token_id in self._ends or self._matcher.validate_tokens([token_id]) != 1:
-            return False
-        return self._matcher.consume_token(token_id)
+        return token_id not in self._ends and self._matcher.consume_token(token_id)
 
     def fitting(self, token_ids: Sequence[int]) -> int:
         count = next((place for place, each in enumerate(token_ids) if each in self._ends), len(token_ids))
@@ -339,6 +337,11 @@ class Matching:
         """Ids that follow in any output, if they are known."""
         return self._known.forced if self.is_ready and self._known is not None else ()
 
+    def goes_on(self, *, is_drafted: bool) -> bool:
+        """Is a step worth launching behind the one that is being drawn? Not if that came too early to be used, nor if
+        ids are known that would be drafted after its own."""
+        return not self.is_late and not (is_drafted and len(self.forced()) > 1)
+
     def cut(self, draft: Sequence[int]) -> int:
         """How much of a draft may follow; the masks along that are found out."""
         is_slow = self._slow > 0 and self._slow_next > _SLOW_TOKENS
@@ -356,7 +359,7 @@ class Matching:
         count = len(drafted) + 1
         found: Sequence[Mask | None] = ()
         if self._working is not None:
-            wait([self._working], timeout=_GRACE_SECONDS)
+            wait([self._working], timeout=GRACE_SECONDS)
             self.is_late = not self._working.done()
         if not self.is_late:
             self._arrive()
@@ -383,7 +386,7 @@ class Matching:
 
     def _judge(self) -> None:
         """Was that slow?"""
-        if self._took > _SLOW_SECONDS:
+        if self._took > SLOW_SECONDS:
             self._slow = self._slow_next = min(2 * self._slow_next, _MOST_SLOW_TOKENS)
             self._took = 0.0
 
@@ -448,7 +451,7 @@ def begin_all(matchings: Sequence[Matching]) -> None:
     for each in matchings:
         each.begin()
     if working := [each._working for each in matchings if each._working is not None and not each.is_late]:
-        wait(working, timeout=_GRACE_SECONDS)
+        wait(working, timeout=GRACE_SECONDS)
 
 
 class Constraints:

@@ -223,6 +223,10 @@ class InFlight:
         """Which sessions read old entries that are not finite, once the step was waited for: theirs are no outcomes."""
         return [] if self._planned.checks is None else self._planned.checks.failures()
 
+    def draw(self) -> None:
+        """Start its draws, if they wait for masks, which depend on the tokens of the step before."""
+        self._launched.draw()
+
     @property
     def commits_ahead(self) -> bool:
         """May its entries be committed before it is computed?"""
@@ -288,7 +292,9 @@ class Verifier:
                 on_planned()
                 self._lap("plan")
                 if launcher is not None and launcher.can_launch(planned.step):
-                    return InFlight(planned, launcher.launch(planned.step))
+                    launched = launcher.launch(planned.step)
+                    launched.draw()
+                    return InFlight(planned, launched)
                 result = self._forward.run(planned.step)
                 if planned.checks is not None:
                     for failed in planned.checks.failures():
@@ -300,7 +306,8 @@ class Verifier:
 
     def follow(self, blocks: Sequence[Block], behind: InFlight) -> InFlight | None:
         """Launch the step behind another, of the same sessions in the same order, whose entries are committed: its
-        samples are the tokens of this one. None, with nothing staged, for a step that cannot be launched.
+        samples are the tokens of this one. None, with nothing staged, for a step that cannot be launched. Under masks,
+        `InFlight.draw` has to follow.
 
         The blocks may be those of the other step. Raises as `start`.
         """

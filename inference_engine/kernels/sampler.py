@@ -107,7 +107,7 @@ class Sampler:
         token.
         """
         logits = self.weighted(logits, draft_tokens, position)
-        return logits if self.masks is None else _masked(logits, self.masks.along(draft_tokens))
+        return logits if self.masks is None else masked(logits, self.masks.along(draft_tokens))
 
     def weighted(self, logits: Tensor, draft_tokens: Sequence[int], position: int = 0) -> Tensor:
         """As `adjusted`, without the mask."""
@@ -185,10 +185,15 @@ def bits_of(mask: Mask, vocab: int) -> NDArray[np.bool_]:
     return np.unpackbits(mask, count=vocab, bitorder="little").view(np.bool_)
 
 
-def _masked(logits: Tensor, masks: Sequence[Mask | None]) -> Tensor:
-    """`logits` [n, V] of what each row's mask allows, and -inf of all others."""
-    every = np.full(-(-logits.shape[-1] // 8), 0xFF, dtype=np.uint8)
-    packed = on_device(np.stack([every if mask is None else mask for mask in masks]), logits.device)
+def masked(logits: Tensor, masks: Sequence[Mask | None]) -> Tensor:
+    """`logits` [n, V] of what each row's mask allows, and -inf of all others. Masks travel to the device together."""
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
+    if not rows:
+        return logits
+    packed = on_device(np.stack([mask for mask in masks if mask is not None]), logits.device)
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]]
-    return torch.where(bits.bool(), logits, -torch.inf)
+    bits = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    if len(rows) == len(logits):
+        return torch.where(bits, logits, -torch.inf)
+    at = on_device(np.array(rows, dtype=np.int64), logits.device)
+    return logits.index_copy(0, at, torch.where(bits, logits.index_select(0, at), -torch.inf))

@@ -25,7 +25,7 @@ from torch import Tensor
 from inference_engine.kernels.cpu_sampling import MOST, HostRow, Weigh, drawn_from_few, only
 from inference_engine.kernels.filters import Filters, draw, draw_with, is_ranked, joined, logprobs
 from inference_engine.kernels.gumbel_noise import NoiseOfAll, key, keys_of, noise_of_all
-from inference_engine.kernels.sampler import Sampler, bits_of
+from inference_engine.kernels.sampler import Mask, Sampler, bits_of, masked
 from inference_engine.kernels.transfer import on_device
 from inference_engine.types import TopLogprobs
 
@@ -85,6 +85,7 @@ class Draws(Sequence[Draw]):
         self._draws, self._ahead = draws, ahead
         self._plans = {} if plans is None else plans
         self._are_greedy: bool | None = None
+        self._are_peaks: bool | None = None
         self._are_largest: bool | None = None
 
     def __len__(self) -> int:
@@ -109,6 +110,7 @@ class Draws(Sequence[Draw]):
         """The same draws one position later."""
         draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
         draws._are_greedy, draws._are_largest = self._are_greedy, self._are_largest
+        draws._are_peaks = self._are_peaks
         return draws
 
     @property
@@ -122,6 +124,26 @@ class Draws(Sequence[Draw]):
         if self._are_greedy is None:
             self._are_greedy = len(self._draws) > 0 and all(each.is_plainly_greedy for each in self._draws)
         return self._are_greedy
+
+    def of_peaks(self, peaks: Sequence[Sample]) -> list[list[Sample]] | None:
+        """The samples, if all are ids of the largest raw logits, or would be but for masks, which allow them. peaks:
+        what is the largest of each row."""
+        if self._are_peaks is None:
+            self._are_peaks = bool(self._draws) and all(
+                each.sampler.sampling.is_greedy and each.sampler.is_unweighted and not each.needs_logprob
+                for each in self._draws
+            )
+        if not self._are_peaks:
+            return None
+        found = []
+        for each in self._draws:
+            own = list(peaks[each.indices.start : each.indices.stop])
+            masks = each.sampler.masks
+            for mask, sample in () if masks is None else zip(masks.along(each.drafted), own, strict=True):
+                if mask is not None and not mask[sample.token_id >> 3] >> (sample.token_id & 7) & 1:
+                    return None
+            found.append(own)
+        return found
 
     @property
     def are_largest(self) -> bool:
@@ -377,15 +399,19 @@ def _places(draws: Sequence[Draw], vocab: int) -> list[_DrawPlace]:
 
 
 def _adjusted(logits: Tensor, places: Sequence[_DrawPlace], ahead: int) -> Tensor:
-    """`logits` with the penalties and biases of the draws that have any; `logits` is not written to.
+    """`logits` with the penalties, biases and masks of the draws that have any; `logits` is not written to.
 
     ahead: positions by which the draws come later.
     """
-    adjusted = logits
+    adjusted, masks = logits, list[Mask | None]()
     for first, place in enumerate(places):
-        if place.offset == 0 and not place.draw.sampler.is_plain:
+        if place.offset:
+            continue
+        draw, sampler = place.draw, place.draw.sampler
+        if not sampler.is_unweighted:
             if adjusted is logits:
                 adjusted = logits.clone()
-            own = slice(first, first + len(place.draw.indices))
-            adjusted[own] = place.draw.sampler.adjusted(logits[own], place.draw.drafted, place.draw.position + ahead)
-    return adjusted
+            own = slice(first, first + len(draw.indices))
+            adjusted[own] = sampler.weighted(logits[own], draw.drafted, draw.position + ahead)
+        masks += [None] * len(draw.indices) if sampler.masks is None else sampler.masks.along(draw.drafted)
+    return masked(adjusted, masks)

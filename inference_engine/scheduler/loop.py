@@ -486,10 +486,7 @@ class Scheduler:
     def _can_launch(self, batch: Sequence[Request], blocks: Sequence[Block]) -> bool:
         """Does the step decode one token for each running request, drawn without a look at the tokens before it?"""
         return len(batch) == len(self._running) and all(
-            block.sampled == len(block.token_ids) == 1
-            and block.sampler is not None
-            and not block.sampler.looks_back
-            and block.sampler.masks is None
+            block.sampled == len(block.token_ids) == 1 and block.sampler is not None and not block.sampler.looks_back
             for block in blocks
         )
 
@@ -591,9 +588,28 @@ class Scheduler:
         if following is not None:
             if following.ids is not None:
                 following.ids[:] = ids
+            if not self._draw_behind(following):
+                return
             self.notifier.release()  # the device is at work
             if any(request.state is RequestState.RUNNING for request in following.batch):
                 self._flight = following
+
+    def _draw_behind(self, flight: Flight) -> bool:
+        """Have it drawn, while the device computes it: its tokens are known now, and so which ones may follow them.
+
+        A Generate whose output is whole ends. False: the draws failed, and its requests with them.
+        """
+        if self._constrained:
+            constrained = [request for request in flight.batch if request in self._constrained]
+            begin_all([request.matching for request in constrained if request.matching is not None])
+            for request in constrained:
+                self._may_go_on(request)
+        try:
+            flight.step.draw()
+        except Exception as error:
+            self._fail_flight(flight, error)
+            return False
+        return True
 
     def _fail_flight(self, flight: Flight, error: Exception) -> None:
         """It may have left entries that cannot be trusted."""
@@ -696,6 +712,7 @@ def _continues(request: Request) -> bool:
         and not session.is_closed
         and request.stop is None
         and request.generated + 1 < request.params.max_tokens
+        and (request.matching is None or request.matching.goes_on(is_drafted=request.params.drafting))
         and (length <= request.secured_length or kv.covers(length))
     )
 

@@ -104,7 +104,7 @@ def test_constrained_tokens_fit_and_are_the_same_however_they_are_made(
 
 def test_what_must_follow_is_drafted_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The off-switch of the law above: drafts that never came would change no token, either."""
-    monkeypatch.setattr(constraints, "_SLOW_SECONDS", math.inf)  # on a machine that is busy, too
+    monkeypatch.setattr(constraints, "SLOW_SECONDS", math.inf)  # on a machine that is busy, too
     with constrained() as engine:
         _, end = generated(engine, opened(engine), params_of(KINDS[0], Sampling()))
     assert end.accepted_tokens >= end.generated_tokens // 3

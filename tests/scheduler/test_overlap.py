@@ -17,14 +17,26 @@ from torch import Tensor
 from inference_engine.backends.base import Launched, Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
+from inference_engine.decode import constraints
 from inference_engine.engine import Engine
 from inference_engine.errors import InternalError, NonFiniteLogits, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.sampling import start_drawing
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.sink_window import SinkWindow
-from inference_engine.types import Event, Finished, GenerateParams, Mode, Sampling, StopReason
+from inference_engine.types import (
+    Constraint,
+    ConstraintKind,
+    Event,
+    Finished,
+    GenerateParams,
+    Mode,
+    Progress,
+    Sampling,
+    StopReason,
+)
 from kv_cache_proposer.ngram import NgramDrafter
+from tests.constraints import END, KINDS, TOKENS
 from tests.engine.test_restoration_failures import Failing
 from tests.facade import kv_of
 from tests.further import FURTHER, further
@@ -45,7 +57,7 @@ def together() -> TorchForward:
 def engine_with(overlap: str, **settings: Any) -> Engine:
     drafter, latent = settings.pop("drafter", None), settings.pop("latent", None)
     config = EngineConfig(**{**SMALL, "overlap": overlap, **settings})
-    return Engine(together(), config, drafter=drafter, latent=latent)
+    return Engine(together(), config, drafter=drafter, latent=latent, read_tokens=lambda: TOKENS)
 
 
 def opened(engine: Engine, length: int = 20, **options: Any) -> str:
@@ -87,6 +99,9 @@ class Waited:
     @property
     def ids(self) -> Tensor:
         return self._launched.ids
+
+    def draw(self) -> None:
+        self._launched.draw()
 
     def result(self) -> Result:
         self._launches.seen.append(f"wait {self._number}")
@@ -144,6 +159,44 @@ def test_tokens_are_those_of_steps_that_are_waited_for(sampling: Sampling, draft
 
     for wanted, got in zip(expected, found, strict=True):
         assert same(wanted, got, Mode.BATCHED)
+
+
+@pytest.mark.parametrize("drafter", [None, pytest.param(DRAFTER, marks=FURTHER)], ids=["plain", "drafting"])
+@pytest.mark.parametrize("is_slow", [False, further(True)], ids=["at-once", "by-workers"])
+def test_constrained_tokens_are_those_of_steps_that_are_waited_for(
+    drafter: Any, is_slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every kind, beside a free one: those that end by themselves, are cut, and have few tokens to begin with."""
+    if is_slow:
+        monkeypatch.setattr(constraints, "SLOW_SECONDS", 0.0)
+
+    def said(overlap: str) -> list[list[Any]]:
+        with engine_with(overlap, drafter=drafter) as engine:
+            params = [
+                GenerateParams(max_tokens=most, sampling=sampling, constraint=kind.constraint, min_tokens=least)
+                for kind in KINDS
+                for sampling, most, least in ((Sampling(), 40, 0), (SAMPLED, 40, 3), (PENALISED, 7, 0))
+            ]
+            params.append(GenerateParams(max_tokens=40, sampling=SAMPLED))
+            sessions = [opened(engine, 20 + at, eos_token_ids=[END]) for at in range(len(params))]
+            running = [engine.generate(*each) for each in zip(sessions, params, strict=True)]
+            return [[event for event in drain(each) if not isinstance(event, Progress)] for each in running]
+
+    for expected, found in zip(said("off"), said("on"), strict=True):
+        assert same(tokens(expected), tokens(found), Mode.BATCHED)
+        (one, other) = expected[-1], found[-1]
+        assert isinstance(one, Finished) and isinstance(other, Finished)
+        assert (one.stop_reason, one.fits_constraint) == (other.stop_reason, other.fits_constraint)
+
+
+def test_a_constrained_step_is_launched_ahead_and_drawn_once_the_token_before_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constraints, "GRACE_SECONDS", 30.0)  # workers, which find the first masks, are never late
+    letters = Constraint(kind=ConstraintKind.REGEX, source="[a-z]{40}")
+    with launches_of(monkeypatch) as launches, engine_with("on") as engine:
+        drain(engine.generate(opened(engine), GenerateParams(max_tokens=6, constraint=letters)))
+    assert launches.seen[:5] == ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1"]
 
 
 @pytest.mark.parametrize("well_before", [further(1), 2, further(3)])

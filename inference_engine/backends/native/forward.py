@@ -183,9 +183,12 @@ class NativeForward:
         with self.program.threads.lock:  # several engines may run one model
             raw, tapped, peaks = self._forward(step)
         step.on_computed()
-        if isinstance(step.draws, Draws) and step.draws.are_greedy and not step.needs_logits:
+        if isinstance(step.draws, Draws) and not step.needs_logits:
             # No operation of torch: between two steps, when the caches hold weights, each takes as long as a plan.
-            return Result(_NO_LOGITS, tapped, [peaks[rows.start : rows.stop] for rows in step.draws.rows])
+            if step.draws.are_greedy:
+                return Result(_NO_LOGITS, tapped, [peaks[rows.start : rows.stop] for rows in step.draws.rows])
+            if (found := step.draws.of_peaks(peaks)) is not None:
+                return Result(_NO_LOGITS, tapped, found)
         logits = torch.from_numpy(raw)
         samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh, peaks) if step.draws else ()
         return Result(logits, tapped, samples)
