@@ -277,14 +277,14 @@ BUGS = (
     ),
     Bug(
         "an answer waits for all that others do",
-        "inference_engine/session/sqlite_journal.py",
+        "inference_engine/session/kept_journal.py",
         "        return self._gone.get(session_id, SAFE) if known is None else known.saved.receipt\n",
         "        return max((one.saved.receipt for one in list(self._open.values())), key=lambda one: one.number)\n",
         (FULL_DISK,),
     ),
     Bug(
         "the journal lets a token be sent that is not committed",
-        "inference_engine/session/sqlite_journal.py",
+        "inference_engine/session/kept_journal.py",
         "            (known.saved, end),\n",
         "            (known.saved, end + 2),\n",
         (PIPED,),
@@ -327,8 +327,8 @@ BUGS = (
     Bug(
         "the journal folds all rows but the last",
         "inference_engine/session/journal_tables.py",
-        "                since = self._reader.tail(number, entries, length)\n",
-        "                since = self._reader.tail(number, entries[: max(1, len(entries) - 1)], length)\n",
+        "                records += since.tokens\n",
+        "                records += since.tokens[: max(1, len(since.tokens) - 1)]\n",
         JOURNAL,
     ),
     Bug(
@@ -354,7 +354,7 @@ BUGS = (
     ),
     Bug(
         "the journal gives one owner's replies to another",
-        "inference_engine/session/sqlite_journal.py",
+        "inference_engine/session/kept_journal.py",
         '"owner = ? and request_id = ?", (owner, request_id)',
         '"request_id = ?", (request_id,)',
         (*JOURNAL, KEPT),
@@ -376,8 +376,8 @@ BUGS = (
     Bug(
         "the journal starts with answers that are damaged",
         "inference_engine/session/sqlite_journal.py",
-        "                refuse_damaged_replies(self._reader, folder)\n            kept",
-        "                pass\n            kept",
+        "                refuse_damaged_replies(self._reader, folder)\n            self._count",
+        "                pass\n            self._count",
         JOURNAL,
     ),
     Bug(

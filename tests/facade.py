@@ -27,7 +27,7 @@ from inference_engine.kv.memory.pool import TRASH_UNITS
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.scheduler.transcript import Transcript
-from inference_engine.session import sqlite_journal
+from inference_engine.session import kept_journal, sqlite_journal
 from inference_engine.session.capacity import Admission
 from inference_engine.session.hibernation import Hibernation
 from inference_engine.session.history import Leaves
@@ -226,7 +226,7 @@ def room_searches() -> Iterator[list[str]]:
 @contextmanager
 def looking_for_unused_sessions_after_each_commit() -> Iterator[None]:
     """Journals delete sessions that are unused for too long at once, instead of now and then."""
-    with patch.object(sqlite_journal, "_EXPIRE_SECONDS", 0.0):
+    with patch.object(kept_journal, "EXPIRE_SECONDS", 0.0):
         yield
 
 

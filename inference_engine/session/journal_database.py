@@ -11,8 +11,8 @@ from pathlib import Path
 import apsw
 
 from inference_engine.errors import ConfigError
-from inference_engine.session.journal_reader import Reader
 from inference_engine.session.journal_upgrade import upgrade
+from inference_engine.session.sqlite_tables import SQLiteReader, SQLiteTail
 from inference_engine.session.wal_scan import find_damage
 from inference_engine.types import Durability
 
@@ -140,7 +140,7 @@ def _prepare(db: apsw.Connection, path: Path, weights: str | None) -> None:
         with _transaction(db):
             upgrade(db, version)
             if weights is not None:  # else a tool's, which may delete them
-                refuse_damaged_replies(Reader(db), path.parent)
+                refuse_damaged_replies(SQLiteReader(db, SQLiteTail(db)), path.parent)
             db.execute(f"pragma user_version={FORMAT}")
 
 
@@ -176,8 +176,8 @@ def _transaction(db: apsw.Connection) -> Iterator[None]:
         raise
 
 
-def refuse_damaged_replies(reader: Reader, folder: Path) -> None:
-    """Raise ConfigError for an answer that would not be found when its call is repeated. ValueError: see `Reader`."""
+def refuse_damaged_replies(reader: SQLiteReader, folder: Path) -> None:
+    """Raise ConfigError for an answer that would not be found when its call is repeated. ValueError: see the reader."""
     for name in reader.damaged_replies().values():
         raise ConfigError(
             f"the journal in {folder} is damaged: an answer is damaged, to a call about the session {name!r}, and the "

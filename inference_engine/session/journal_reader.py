@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import apsw
+from typing import Any, Protocol
 
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal import (
@@ -57,32 +55,56 @@ class Past:
     appends: bytes = b""
 
 
-ReplyKey = tuple[bytes, ...]  # of a row of replies, its columns as their bytes, since they may be damaged
-REPLY_KEY = "cast(owner as blob), cast(request_id as blob), cast(kind as blob), cast(id as blob)"
-_REPLIES = "select session, ended_at, crc, id, owner, kind, request_id, digest, position, body from replies"
+REPLIES = "select session, ended_at, crc, id, owner, kind, request_id, digest, position, body from replies"
+TailRow = tuple[int, int, bytes]  # the session's number, as the row says it, the tokens' position, and the entry
+
+
+class Database(Protocol):
+    """What a statement of SQL is given to. Values stand where it has `?`, or `?1`, `?2`, … where one comes twice."""
+
+    def execute(self, statement: str, bindings: Any = None, /) -> Iterator[tuple[Any, ...]]: ...
+
+
+class Tail(Protocol):
+    """The rows of sessions whose turns are not folded, as the commit that is being made leaves them."""
+
+    def rows(self, number: int, position: int) -> list[TailRow]:
+        """All of a session, in order, the first tokens of which should be at `position`. Raises HistoryCorrupt if there
+        are fewer than there should be."""
+
+    def last(self, number: int) -> TailRow | None:
+        """The last of a session. Raises HistoryCorrupt if it should be there and is not."""
+
+    def sessions(self) -> list[int]:
+        """Those that have rows."""
 
 
 class Reader:
-    """Called with the journal's lock held. number: of a session; entries: its rows in the tail, in order."""
+    """Called with the journal's lock held. number: of a session.
 
-    def __init__(self, db: apsw.Connection) -> None:
+    A damaged column may have a value of any type: what is read of rows that have no checksum is read as bytes.
+    """
+
+    SESSIONS_BY_ROW = "sessions"  # the table, for who reads all of it, damaged rows too
+
+    def __init__(self, db: Database, tail: Tail) -> None:
         self._db = db
+        self._tail = tail
+
+    @staticmethod
+    def as_bytes(column: str) -> str:
+        """A text as its bytes, in the words of the database."""
+        return f"cast({column} as blob)"
 
     def find(self, session_id: str, owner: str) -> int | None:
-        """The owner's session, in both indexes: damage of one neither hides a session nor gives another one's.
+        """The owner's session. Raises HistoryCorrupt."""
+        rows = self._db.execute("select session from sessions where id = ? and owner = ?", (session_id, owner))
+        return next((int(number) for (number,) in list(rows)), None)
 
-        Raises HistoryCorrupt.
-        """
-        (found, known) = (
-            list(self._db.execute(f"select session from sessions {condition}", (session_id, owner)))  # noqa: S608 - a text of ours
-            for condition in (
-                "where id = ?1 and +owner = ?2",
-                "indexed by sessions_by_owner where owner = ?2 and id = ?1",
-            )
-        )
-        if found != known:
-            raise HistoryCorrupt(0)
-        return int(found[0][0]) if found else None
+    def number(self, session_id: str) -> int | None:
+        """Of the session with this id, whoever's it is. For tools."""
+        rows = self._db.execute("select session from sessions where id = ?", (session_id,))
+        return next((int(number) for (number,) in list(rows)), None)
 
     def session(self, number: int, session_id: str) -> tuple[SessionRecord, float]:
         """How a session began, and when it was used. Raises HistoryCorrupt."""
@@ -95,26 +117,25 @@ class Reader:
             raise HistoryCorrupt(0)
         return session_record(body), used_at
 
-    def past(self, number: int, entries: Sequence[int]) -> Past:
+    def past(self, number: int) -> Past:
         """All that is recorded of a session. Raises HistoryCorrupt."""
         (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
         folded = self._folded(number, length)
         past = self.answers(number)
-        since = self.tail(number, entries, length)
+        since = self.tail(number, length)
         return Past(folded + since.tokens, past.generates + since.generates, past.appends + since.appends)
 
-    def length(self, number: int, entries: Sequence[int]) -> int:
+    def length(self, number: int) -> int:
         """Of a session's history. Raises HistoryCorrupt if the entry that says it is damaged."""
         (length,) = next(self._db.execute("select length from sessions where session = ?", (number,)))
-        for last in entries[-1:]:
-            rows = list(self._db.execute("select session, position, body from tail where entry = ?", (last,)))
-            if len(rows) != 1 or rows[0][0] != number or not is_entry_of(*rows[0]):
+        if (last := self._tail.last(number)) is not None:
+            of, position, body = last
+            if of != number or not is_entry_of(*last):
                 raise HistoryCorrupt(length)
-            _, position, body = rows[0]
             length = position + unpacked_entry(position, body).tokens
         return int(length)
 
-    def piece(self, number: int, entries: Sequence[int], first: int, end: int) -> list[TokensRecord]:
+    def piece(self, number: int, first: int, end: int) -> list[TokensRecord]:
         """The tokens at [first, end) of a history that is as long at least, and no other row of it that is folded.
 
         Raises HistoryCorrupt.
@@ -138,7 +159,7 @@ class Reader:
             if not found or _end_of(found) < min(end, folded):
                 found += self.end(number, folded)
         if end > folded:
-            found += self.tail(number, entries, folded).tokens
+            found += self.tail(number, folded).tokens
         return _between(found, first, end)
 
     def _folded(self, number: int, length: int) -> list[TokensRecord]:
@@ -212,21 +233,11 @@ class Reader:
                 return records
         return []
 
-    def tail(self, number: int, entries: Sequence[int], position: int) -> Past:
-        """What entries of the tail have, whose first tokens are at `position`. Raises HistoryCorrupt."""
+    def tail(self, number: int, position: int) -> Past:
+        """What a session's entries in the tail have, whose first tokens are at `position`. Raises HistoryCorrupt."""
         past, rows = Past(), list[tuple[int, int, bytes, bytes | None]]()
         try:
-            # Read to the end first: an error keeps what is half read as long as it lives, and that stops checkpoints.
-            found = list(
-                self._db.execute(
-                    "select session, position, body from tail "
-                    "where entry in (select value from json_each(?)) order by entry",
-                    (json.dumps(list(entries)),),
-                )
-            )
-            if len(found) != len(entries):
-                raise HistoryCorrupt(position)
-            for of, first, body in found:
+            for of, first, body in self._tail.rows(number, position):
                 if of != number or not is_entry_of(number, first, body):
                     raise HistoryCorrupt(position)
                 entry = unpacked_entry(first, body)
@@ -258,63 +269,27 @@ class Reader:
 
     def reply_rows(self, condition: str, values: tuple[Any, ...]) -> list[tuple[bool, ReplyRecord]]:
         """Replies, and whether they are intact."""
-        return [_reply(*row) for row in list(self._db.execute(f"{_REPLIES} where {condition}", values))]
+        return [_reply(*row) for row in list(self._db.execute(f"{REPLIES} where {condition}", values))]
 
-    def damaged_replies(self) -> dict[ReplyKey, str]:
-        """The rows of replies that are damaged, and the ids of the sessions that their calls were about.
-
-        Where one is not found, the call would be a new one when it is repeated. Some are to calls that name no session,
-        so all are looked through. Raises ValueError for damage of the table, whose rows may be gone.
-        """
-        if found := [text for (text,) in self._db.execute("pragma integrity_check(replies)") if text != "ok"]:
-            raise ValueError("; ".join(found))
-        with suppress(ValueError):  # a text that is none
-            if all(
-                crc == reply_crc(number, ended_at, *values)
-                for number, ended_at, crc, *values in self._db.execute(_REPLIES)
-            ):
-                return {}
-        ids = {
-            number: _text(session_id)
-            for number, session_id in self._db.execute("select session, cast(id as blob) from sessions not indexed")
-        }
-        known = set(ids.values())
-        keys = list(self._db.execute(f"select {REPLY_KEY}, cast(session as integer) from replies"))  # noqa: S608 - ours
-        return {
-            key: name if (name := _text(key[-1])) in known else ids.get(number, name)
-            for *values, number in keys
-            if not self._is_intact_reply(key := tuple(values))
-        }
-
-    def _is_intact_reply(self, key: ReplyKey) -> bool:
-        owner, request_id, kind, session_id = key
-        try:
-            found = self.reply_rows(
-                "owner = cast(? as text) and request_id = ? and kind = cast(? as text) and id = cast(? as text)",
-                (owner, request_id, kind, session_id),
-            )
-        except ValueError:
-            return False
-        return [is_intact for is_intact, _ in found] == [True]
-
-    def page(
-        self, owner: str, after: str, most: int, committed: Callable[[int], Sequence[int]], now: float
-    ) -> list[SessionEntry]:
-        """The owner's sessions in the order of their ids. committed: a session's rows in the tail; most: -1: all."""
+    def page(self, owner: str, after: str, most: int, now: float) -> list[SessionEntry]:
+        """The owner's sessions in the order of their ids."""
         rows = self._db.execute(
-            "select session, cast(id as blob), cast(body as blob), length, answers, used_at, crc from sessions "
-            "where owner = ? and id > ? order by id limit ?",
+            f"select session, {self.as_bytes('id')}, {self.as_bytes('body')}, length, answers, used_at, crc "  # noqa: S608 - ours
+            "from sessions where owner = ? and id > ? order by id limit ?",
             (owner, after, most),
         )
-        return [self._entry(owner, *row, committed=committed, now=now) for row in rows]
+        return [self._entry(owner, *row, now=now) for row in list(rows)]
 
-    def everyone(self, committed: Callable[[int], Sequence[int]], now: float) -> list[SessionEntry]:
+    def everyone(self, now: float) -> list[SessionEntry]:
         """The sessions of all owners, by their ids. For tools."""
+        texts = ", ".join(map(self.as_bytes, ("owner", "id", "body")))
         rows = self._db.execute(
-            "select cast(owner as blob), session, cast(id as blob), cast(body as blob), length, answers, used_at, crc "
-            "from sessions not indexed order by id"
+            f"select {texts}, session, length, answers, used_at, crc from {self.SESSIONS_BY_ROW} order by id"  # noqa: S608 - ours
         )
-        return [self._entry(_text(owner), *row, committed=committed, now=now) for owner, *row in rows]
+        return [
+            self._entry(text_of(owner), number, session_id, body, *row, now=now)
+            for owner, session_id, body, number, *row in list(rows)
+        ]
 
     def _entry(
         self,
@@ -327,16 +302,15 @@ class Reader:
         used_at: float,
         crc: int,
         *,
-        committed: Callable[[int], Sequence[int]],
         now: float,
     ) -> SessionEntry:
         try:
             with damage_is_refused(0):
                 if crc != session_crc(number, owner, body.decode(), length, answers):
                     raise HistoryCorrupt(0)
-                return SessionEntry(session_record(body.decode()), float(used_at), self._end(committed(number), length))
+                return SessionEntry(session_record(body.decode()), float(used_at), self._end(number, length))
         except HistoryCorrupt:  # it can be closed or purged, so it is in the list
-            return SessionEntry(SessionRecord(_text(session_id), owner, "full", None, ()), now, 0)
+            return SessionEntry(SessionRecord(text_of(session_id), owner, "full", None, ()), now, 0)
 
     def copies(self) -> list[CopyRecord]:
         """The files with copies of K/V whose rows are intact, of the session used longest ago first."""
@@ -355,89 +329,55 @@ class Reader:
                     found.append(record)
         return found
 
-    def _end(self, entries: Sequence[int], length: int) -> int:
+    def _end(self, number: int, length: int) -> int:
         """Of a session of which `length` tokens are folded: the length that its last entry in the tail says."""
-        for last in entries[-1:]:
-            for position, body in list(self._db.execute("select position, body from tail where entry = ?", (last,))):
-                length = position + unpacked_entry(position, body).tokens
+        if (last := self._tail.last(number)) is not None:
+            _, position, body = last
+            length = position + unpacked_entry(position, body).tokens
         return length
 
-    def kept(self, tail: Mapping[int, Sequence[int]]) -> dict[str, Kept]:
-        """By owner, as the folder has it. tail: the entries of sessions whose turns are not folded."""
+    def kept(self) -> dict[str, Kept]:
+        """By owner, as the journal has it."""
         found = {
-            _text(owner): Kept(sessions, int(tokens))
-            for owner, sessions, tokens in self._db.execute(
-                "select cast(owner as blob), count(*), sum(length) from sessions group by owner"
+            text_of(owner): Kept(sessions, int(tokens))
+            for owner, sessions, tokens in list(
+                self._db.execute(
+                    f"select {self.as_bytes('owner')}, count(*), sum(length) from sessions group by owner"  # noqa: S608 - ours
+                )
             )
         }
-        for number, entries in tail.items():
-            for owner, more in self.kept_by_session(number, entries, is_folded=False):
+        for number in self._tail.sessions():
+            for owner, more in self.kept_by_session(number, is_folded=False):
                 if owner in found:  # else an index has another one, by damage
                     found[owner] = replace(found[owner], tokens=found[owner].tokens + more)
         return found
 
-    def kept_by_session(self, number: int, entries: Sequence[int], *, is_folded: bool = True) -> list[tuple[str, int]]:
+    def kept_by_session(self, number: int, *, is_folded: bool = True) -> list[tuple[str, int]]:
         """The session's owner and its tokens, damaged ones as far as they can be counted; none if it is not there.
 
         is_folded: False: only those in the tail.
         """
-        rows = self._db.execute("select cast(owner as blob), length from sessions where session = ?", (number,))
+        rows = self._db.execute(
+            f"select {self.as_bytes('owner')}, length from sessions where session = ?",  # noqa: S608 - a text of ours
+            (number,),
+        )
         found = []
         for owner, folded in list(rows):
             end = folded
             with suppress(HistoryCorrupt), damage_is_refused(0):
-                end = self._end(entries, folded)
-            found.append((_text(owner), end if is_folded else end - folded))
+                end = self._end(number, folded)
+            found.append((text_of(owner), end if is_folded else end - folded))
         return found
 
     def used_at(self, number: int) -> float:
         """When the session was used, by its row and not by an index; infinite if there is no such session."""
-        rows = self._db.execute("select cast(used_at as real) from sessions where session = ?", (number,))
+        rows = list(self._db.execute("select used_at + 0.0 from sessions where session = ?", (number,)))
         return next((float(used_at) for (used_at,) in rows if used_at is not None), math.inf)
-
-    def is_indexed(self, number: int) -> bool:
-        """Is the session in all indexes as it is in its row?"""
-        try:
-            rows = list(self._db.execute("select id, owner, used_at from sessions where session = ?", (number,)))
-        except ValueError:  # a text that is none, which cannot be looked for
-            return False
-        for session_id, owner, used_at in rows:
-            for condition, values in (
-                ("where id = ?", (session_id,)),
-                ("indexed by sessions_by_owner where owner = ? and id = ?", (owner, session_id)),
-                ("indexed by sessions_by_use where used_at = ?", (used_at,)),
-            ):
-                found = self._db.execute(f"select session from sessions {condition}", values)  # noqa: S608 - texts of ours
-                if (number,) not in found.fetchall():
-                    return False
-        return True
-
-    def named(self, session_id: str, owner: str) -> list[int]:
-        """The numbers of sessions that `everyone` shows so, by their rows alone. For tools: it reads all rows."""
-        found = []
-        for number, *texts in self._db.execute(
-            "select session, cast(id as blob), cast(owner as blob), cast(body as blob) from sessions not indexed"
-        ):
-            name, of, body = map(_text, texts)
-            with suppress(*DAMAGE_OF_ROWS, LookupError):
-                name = session_id if session_record(body).session_id == session_id else name
-            if (name, of) == (session_id, owner):
-                found.append(number)
-        return found
-
-    def last_number(self) -> int:
-        """The highest number that any row says. One that says so by damage must not be of a session to come."""
-        found = [0]
-        for table in ("sessions", "tokens", "tail", "ends", "appends", "begun", "replies", "copies"):
-            with suppress(*DAMAGE_OF_ROWS):
-                last = self.value(f"select max(session) from {table}")  # noqa: S608 - of the eight above
-                found += [last] if isinstance(last, int) else []
-        return max(found)
 
     def copy_files(self, number: int) -> list[str]:
         """The names of the session's files, damaged ones too."""
-        rows = self._db.execute("select cast(file as blob) from copies where session = ?", (number,))
-        return [_text(file) for (file,) in rows]
+        rows = self._db.execute(f"select {self.as_bytes('file')} from copies where session = ?", (number,))  # noqa: S608 - ours
+        return [text_of(file) for (file,) in list(rows)]
 
     def usage(self) -> dict[str, TokenUsage]:
         """What the Generates of each owner took. A damaged row counts from nothing, and is logged."""
@@ -450,9 +390,6 @@ class Reader:
             except DAMAGE_OF_ROWS:
                 logger.exception("what an owner's Generates took is damaged in the journal, and counted anew")
         return found
-
-    def value(self, question: str) -> Any:
-        return next(self._db.execute(question))[0]
 
 
 def _first_of(records: Sequence[TokensRecord], length: int) -> list[TokensRecord]:
@@ -485,7 +422,7 @@ def _end_of(records: Sequence[TokensRecord]) -> int:
     return records[-1].position + len(records[-1].token_ids)
 
 
-def _text(value: bytes | None) -> str:
+def text_of(value: bytes | None) -> str:
     """A text that is damaged has no other's checksum either."""
     return (value or b"").decode(errors="replace")
 

@@ -399,7 +399,7 @@ def no_checks() -> Iterator[None]:
     with ExitStack() as stack:
         for name in (f"{package}.journal_rows.entry_crc", *(f"{one}.{name}" for one in modules for name in sums)):
             stack.enter_context(patch(name, lambda *_: 0))
-        stack.enter_context(patch(f"{modules[0]}.Reader.damaged_replies", lambda _: {}))
+        stack.enter_context(patch(f"{package}.sqlite_tables.SQLiteReader.damaged_replies", lambda _: {}))
         stack.enter_context(patch(f"{package}.journal_database.find_damage", lambda _: None))
         yield
 
