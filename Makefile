@@ -47,7 +47,7 @@ endif
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs
-.PHONY: clean sanitize fronts
+.PHONY: clean sanitize fronts postgres
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
@@ -113,6 +113,11 @@ fronts: ## Debian's HAProxy, nginx and Prometheus, which tests of `deploy` start
 	@export PATH="$$PATH:/usr/sbin:/sbin"; { command -v haproxy && command -v nginx && command -v promtool; } >/dev/null || { \
 	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$as_root apt-get update -q && \
 	    DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -q -y --no-install-recommends haproxy nginx-light prometheus; }
+
+postgres: ## Debian's PostgreSQL, which tests of that journal start for themselves: installed by apt where there is none
+	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
+	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$as_root apt-get update -q && \
+	    DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -q -y --no-install-recommends postgresql; }
 
 sanitize: $(DEVELOPED) ## the native library's tests with the checks of -fsanitize=address,undefined
 	@$(BIN)/python scripts/sanitize.py $(ARGS)

@@ -43,6 +43,7 @@ _OF_KEPT_SESSIONS = (
     "kept_sessions_per_owner",
     "kept_tokens_per_owner",
     "session_keep_seconds",
+    "copies_dir",
     "hibernate",
     "hibernate_after_seconds",
     "state_bytes",
@@ -137,17 +138,19 @@ class EngineConfig:
     max_generate_tokens: int = 32_768
     session_idle_ttl_seconds: float = 1800.0
     session_evictable_seconds: float = 60.0
-    # What sessions are kept in, of this server and model alone, as KIND:PLACE, such as sqlite:FOLDER; "": nothing
+    # What sessions are kept in, of this server and model alone, as KIND:PLACE: sqlite:FOLDER, postgres:DSN; "": nothing
     journal: str = ""
     state_dir: str = ""  # FOLDER is short for journal=sqlite:FOLDER
     # What a history survives: "none"; "process": the process, however it ends; "power": a loss of power, too; "auto":
-    # power with a state_dir, else none
+    # power with a journal, else none
     durability: str = "auto"
-    # Of one owner's sessions in the state_dir, in memory or not, each fork counted whole; 0: no limit
+    # Of one owner's sessions in the journal, in memory or not, each fork counted whole; 0: no limit
     kept_sessions_per_owner: int = 0
     kept_tokens_per_owner: int = 0
-    session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from the folder; 0: none is
-    # Copies of idle sessions' K/V in the state_dir: "always", "never", or "auto": where reading one is faster than a
+    session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from it; 0: none is
+    # With a journal in a database, where copies of K/V are; "": nowhere. One in a folder has them there.
+    copies_dir: str = ""
+    # Copies of idle sessions' K/V beside the journal: "always", "never", or "auto": where reading one is faster than a
     # prefill
     hibernate: str = "auto"
     hibernate_after_seconds: float = 15.0  # a session idle for longer is copied
@@ -224,9 +227,13 @@ class EngineConfig:
     def _check_journal(self) -> None:
         if self.journal and self.state_dir:
             raise ConfigError("journal and state_dir are both set: state_dir=FOLDER is short for journal=sqlite:FOLDER")
-        kind, colon, place = self.journal.partition(":")
+        kind, colon, place = self.journal_place.partition(":")
         if self.journal and not (kind and colon and place):
             raise ConfigError("journal must be KIND:PLACE, such as sqlite:FOLDER; state_dir takes a folder alone")
+        if kind == "sqlite" and self.copies_dir:
+            raise ConfigError("copies_dir: a journal in a folder has its copies of K/V there; leave copies_dir empty")
+        if kind == "postgres" and not self.copies_dir and self.hibernate == "always":
+            raise ConfigError("hibernate=always needs a folder for copies of K/V: set copies_dir to one")
         if self.durability in ("process", "power") and not self.journal_place:
             raise ConfigError(f"durability={self.durability} needs a state_dir to keep sessions in")
         if self.durability == "none" and self.journal_place:

@@ -34,11 +34,19 @@ FUZZ = "tests/load/test_fuzz.py::test_whatever_bytes_come_are_answered_or_refuse
 CLOSED_FORM = "tests/laboratory/test_scripted.py::test_the_engine_gives_the_tokens_of_the_closed_form"
 JOURNAL = tuple(
     f"tests/session/test_{part}.py"
-    for part in ("sqlite_journal", "journal_folders", "journal_damage", "damaged_answers", "journal_disks")
+    for part in (
+        "kept_journal",
+        "sqlite_journal",
+        "journal_folders",
+        "journal_damage",
+        "damaged_answers",
+        "journal_disks",
+    )
 )
 KEPT = "tests/engine/test_kept_sessions.py"
 KEPT_ON_THE_WIRE, FULL_DISK = "tests/server/test_kept_sessions.py", "tests/server/test_full_disk.py"
 AWAY = "tests/server/test_journal_away.py"
+POSTGRES = "tests/session/test_postgres_journal.py"
 PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
 
@@ -246,6 +254,27 @@ BUGS = (
         "                self._commit(changes)\n                self.is_away = False\n",
         "                self.is_away = False\n",
         (AWAY,),
+    ),
+    Bug(
+        "a commit to the database is not fenced",
+        "inference_engine/session/postgres_journal.py",
+        '            self._db.execute("select fence(?, ?, ?)", (self._name, self._epoch, number))\n',
+        "",
+        (POSTGRES,),
+    ),
+    Bug(
+        "a commit in doubt is repeated",
+        "inference_engine/session/postgres_journal.py",
+        "        if commits == number:\n            self._made()\n",
+        "        if commits == -1:\n            self._made()\n",
+        (POSTGRES,),
+    ),
+    Bug(
+        "a commit in doubt may come after it was asked for",
+        "inference_engine/session/postgres_journal.py",
+        "        if commits == number - 1:\n",
+        "        if commits == -1:\n",
+        (POSTGRES,),
     ),
     Bug(
         "a call that is open is answered as one that changed nothing",

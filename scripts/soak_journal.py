@@ -44,6 +44,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ sys.path.insert(0, str(ROOT))
 
 from inference_engine.errors import ConfigError
 from laboratory.evaluation import record
+from tests.session.postgres_server import postgres_server, programs
 from tests.session.talks import cut_power, fail_calls, fill_disk, flip_bits, start_read_only
 
 STATES_AT_ONCE, FLIPS_AT_ONCE, KILLS_AT_ONCE, FAILED_AT_ONCE = 200, 100, 100, 10
@@ -66,6 +68,7 @@ FORMS = {
     "pipe": ("an engine that acknowledges through a pipe", 6),
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
+    "postgres": ("a server on PostgreSQL under agents of the Python SDK", 1),
 }
 # Counts of kills that a record has beside those of kills and tokens: what they are called, and their units.
 BY_AGENTS = {
@@ -83,12 +86,13 @@ COUNTED = {
         "from a file": ("from a file", "Generates"),
     },
     "python": BY_AGENTS | REWINDS,
+    "postgres": BY_AGENTS | REWINDS,
     "typescript": BY_AGENTS,
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
 Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its counts, what is wrong, agents that gave up
 # Of the journal, below inference_engine/session/.
-SOURCES = ("journal*.py", "sqlite_journal.py", "wal_scan.py", "writer.py")
+SOURCES = ("*journal*.py", "postgres*.py", "sqlite_tables.py", "wal_scan.py", "writer.py")
 CAUGHT = "kills until the control is caught"
 # What an outcome of `tests/session/talks.py` is called in a record.
 OUTCOMES = {
@@ -309,13 +313,14 @@ def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]
         return kill_engines
     from tests.load.kills import Agents, NodeAgents, kill_often
 
-    return partial(kill_often, of=Agents if form == "python" else NodeAgents)
+    return partial(kill_often, of=NodeAgents if form == "typescript" else Agents)
 
 
 def forms_here() -> list[str]:
     from tests.load.kills import has_node_agents
 
-    return [form for form in FORMS if form != "typescript" or has_node_agents()]
+    left_out = {"typescript": not has_node_agents(), "postgres": programs() is None}
+    return [form for form in FORMS if not left_out.get(form)]
 
 
 def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, is_early: bool = False) -> Found:
@@ -324,7 +329,12 @@ def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, 
     given: dict[str, Any] = {"kills": size, "agents": AGENTS, "seed": seed, "is_early": is_early, "is_over": is_over}
     if is_early:  # a control runs also where a soak is stopped
         given["is_over"] = lambda: False
-    counts, wrong, gave_up = kill(state, durability, **given)
+    with ExitStack() as stack:
+        place: Path | str = state
+        if form == "postgres":
+            is_synced = durability == "power"
+            place = stack.enter_context(postgres_server(is_synced=is_synced)).database()
+        counts, wrong, gave_up = kill(place, durability, **given)
     if is_early:
         return f"{form} control", Counter(kills=counts["kills"] if wrong else -1), [], []
     name = f"{form}, {durability}"

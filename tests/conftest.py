@@ -9,13 +9,17 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
-from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, make_further
+from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, further, make_further
+
+if TYPE_CHECKING:
+    from tests.kept import Database, Place
+    from tests.session.postgres_server import PostgresServer
 
 BEGUN = time.monotonic()
 # Where all tests are further ones. Without an expression of the caller's own they are not even read.
@@ -101,6 +105,32 @@ def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.admissions import admitted_once
 
     monkeypatch.setattr(twin, "admit_config", admitted_once)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A server of PostgreSQL, the same for all tests of this process."""
+    from tests.session.postgres_server import postgres_server
+
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def database(postgres: PostgresServer) -> Database:
+    """An empty one."""
+    from tests.kept import Database
+
+    return Database(postgres)
+
+
+@pytest.fixture(params=["sqlite", further("postgres")])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """What sessions are kept in."""
+    if request.param == "sqlite":
+        return tmp_path / "state"
+    found: Database = request.getfixturevalue("database")
+    return found
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Engines that keep sessions in a folder, and what a kill leaves of them."""
+"""Engines that keep sessions in a folder or a database, and what a kill leaves of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from inference_engine.engine import Engine
 from inference_engine.errors import JournalAway
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import ReplyRecord, SessionEntry, SessionKept, TokensRecord
 from inference_engine.session.journal_folder import LOCK, RESERVE
+from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.session.writer import Away, Change, DiskFull
 from inference_engine.types import Durability
 from tests.load.scripted import scripted_engine
+
+if TYPE_CHECKING:
+    from tests.session.postgres_server import PostgresServer
 
 WEIGHTS = "a" * 64
 
@@ -30,12 +34,60 @@ def sqlite_journal(
     return SQLiteJournal(folder, durability, weights=weights, metrics=metrics, **settings)
 
 
+class Database:
+    """A database of a server that tests started, and those that a kill leaves of it."""
+
+    def __init__(self, server: PostgresServer, dsn: str = "") -> None:
+        self.server = server
+        self.dsn = dsn or server.database()
+        self.name = self.dsn.rpartition("=")[2]
+        self.is_cut = False
+
+    def say(self, statement: str) -> list[tuple[object, ...]]:
+        return self.server.say(statement, self.dsn)
+
+    def cut(self, *, is_cut: bool) -> None:
+        """End its connections, and let none begin; or let them."""
+        self.is_cut = is_cut
+        self.server.say(f"alter database {self.name} allow_connections {str(not is_cut).lower()}")
+        if is_cut:
+            self.server.cut(self.dsn)
+
+    @property
+    def killed(self) -> Database:
+        """All that is committed now, in a database of its own: the journal is out of reach for a moment."""
+        self.cut(is_cut=True)
+        try:
+            return Database(self.server, self.server.database(template=self.dsn))
+        finally:
+            self.cut(is_cut=False)
+
+
+Place = Path | Database  # what sessions are kept in
+
+
+def opened(place: Place, durability: Durability = Durability.PROCESS, **settings: Any) -> KeptJournal:
+    """Its journal. vfs: of SQLite."""
+    if isinstance(place, Path):
+        return sqlite_journal(place, durability, **settings)
+    from inference_engine.session.postgres_journal import PostgresJournal
+
+    settings.pop("vfs", None)
+    given: dict[str, Any] = {"weights": WEIGHTS, "metrics": EngineMetrics()} | settings
+    return PostgresJournal(place.dsn, Durability.PROCESS, **given)
+
+
+def settings_of(place: Place) -> dict[str, str]:
+    """Of an engine that is given the journal: it looks only at whether there is a place."""
+    return {"state_dir": str(place) if isinstance(place, Path) else place.name}
+
+
 @contextmanager
-def keeping(folder: Path, *, make: Any = scripted_engine, **settings: Any) -> Iterator[Engine]:
-    """An engine that keeps its sessions in `folder`, stopped in order at the end."""
+def keeping(place: Place, *, make: Any = scripted_engine, **settings: Any) -> Iterator[Engine]:
+    """An engine that keeps its sessions in `place`, stopped in order at the end."""
     metrics = EngineMetrics()
-    journal = sqlite_journal(folder, metrics=metrics)
-    with make(journal=journal, metrics=metrics, state_dir=str(folder), **settings) as engine:
+    journal = opened(place, metrics=metrics)
+    with make(journal=journal, metrics=metrics, **settings_of(place), **settings) as engine:
         yield engine
 
 
@@ -121,11 +173,46 @@ class Remote(SQLiteJournal):
             raise JournalAway
 
 
+def _remote_database(place: Database, metrics: EngineMetrics) -> Any:
+    """A journal in a database, which a test cuts likewise."""
+    from psycopg import OperationalError
+
+    from inference_engine.session.postgres_journal import PostgresJournal
+
+    class RemoteDatabase(PostgresJournal):
+        cuts_at_commit = cuts_at_answer = False
+
+        @property
+        def is_cut(self) -> bool:
+            return place.is_cut
+
+        @is_cut.setter
+        def is_cut(self, value: bool) -> None:
+            place.cut(is_cut=value)
+
+        def _transact(self, changes: Sequence[Change]) -> None:
+            if self.cuts_at_commit:
+                self.cuts_at_commit, self.is_cut = False, True
+            super()._transact(changes)
+
+        def _made(self) -> None:
+            if self.cuts_at_answer:
+                self.cuts_at_answer, self.is_cut = False, True
+                raise OperationalError("the connection ended before the answer")
+            super()._made()
+
+    return RemoteDatabase(place.dsn, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+
+
 @contextmanager
-def remote(folder: Path) -> Iterator[tuple[Engine, Remote]]:
-    journal = Remote(folder, metrics := EngineMetrics())
-    with scripted_engine(journal=journal, metrics=metrics, state_dir=str(folder)) as engine:
+def remote(place: Place) -> Iterator[tuple[Engine, Any]]:
+    metrics = EngineMetrics()
+    journal: Any = Remote(place, metrics) if isinstance(place, Path) else _remote_database(place, metrics)
+    settings: dict[str, Any] = dict(settings_of(place))
+    with scripted_engine(journal=journal, metrics=metrics, **settings) as engine:
         yield engine, journal
+    if isinstance(place, Database):
+        place.cut(is_cut=False)
 
 
 @contextmanager
@@ -149,8 +236,16 @@ def saved(engine: Engine) -> None:
     assert done.wait(30), "the journal does not commit"
 
 
-def after_a_kill(folder: Path) -> Path:
-    """What a process that is killed now would leave: the files as they are, in a folder of their own."""
+PlaceT = TypeVar("PlaceT", bound=Place)
+
+
+def after_a_kill(place: PlaceT) -> PlaceT:
+    """What a process that is killed now would leave, in a place of its own."""
+    found: Any = place.killed if isinstance(place, Database) else _files_after_a_kill(place)
+    return cast("PlaceT", found)
+
+
+def _files_after_a_kill(folder: Path) -> Path:
     found = folder.with_name(f"{folder.name}-killed")
     shutil.rmtree(found, ignore_errors=True)
     found.mkdir(mode=0o700)

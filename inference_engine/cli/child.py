@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from inference_engine.cli.serve import ready_target
-from inference_engine.cli.settings import as_flags
+from inference_engine.cli.settings import as_flags, secret_variables
 from inference_engine.config import EngineConfig, ModelConfig, ServerConfig, child_environment
 from inference_engine.errors import KakeyaError
 
@@ -82,8 +82,8 @@ class ChildServer:
         self._errors.extend(self._process.stderr)
 
 
-def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
-    """`python -P -m module` with these arguments, without KAKEYA_… variables, with pipes for its three streams.
+def start_child(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`python -P -m module` with these arguments, of KAKEYA_… variables these alone, with pipes for its three streams.
 
     -P: without it, files of the current folder are imported instead of libraries.
     """
@@ -95,7 +95,8 @@ def start_child(module: str, *arguments: str) -> subprocess.Popen[str]:
         text=True,
         encoding="utf-8",
         errors="replace",
-        env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")},
+        env={name: value for name, value in child_environment().items() if not name.startswith("KAKEYA_")}
+        | dict(variables or {}),
         # Ctrl-C in the terminal must not reach the child: it may only stop an answer.
         start_new_session=True,
     )
@@ -109,7 +110,9 @@ def child_server(model: ModelConfig, engine: EngineConfig, *, bind: str = "127.0
     """
     server = ServerConfig(bind=bind, drain_seconds=5.0)
     flags = [flag for config in (model, engine, server) for flag in as_flags(config)]
-    with start_child("inference_engine.cli.main", "serve", "--until-eof", *flags) as process:
+    with start_child(
+        "inference_engine.cli.main", "serve", "--until-eof", *flags, variables=secret_variables(engine)
+    ) as process:
         child = ChildServer(process)
         try:
             yield child

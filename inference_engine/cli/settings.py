@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TypeAlias, TypeVar
@@ -79,25 +80,26 @@ HELP = {
     ),
     "journal": (
         "KIND:PLACE",
-        "what sessions are kept in when the server ends, of this model alone: sqlite:FOLDER; empty: they end with it",
+        "what keeps this model's sessions when the server ends: sqlite:FOLDER, postgres:DSN; empty: they end with it",
     ),
     "state_dir": ("FOLDER", "short for --journal sqlite:FOLDER"),
     "durability": (
         "MODE",
-        "what a history survives: none, process (a kill), power (a loss of power), auto: power with a state_dir",
+        "what a history survives: none, process (a kill), power (a loss of power), auto: power with a journal",
     ),
-    "kept_sessions_per_owner": ("N", "sessions of one owner in the state_dir, in memory or not; 0: no limit"),
+    "kept_sessions_per_owner": ("N", "sessions of one owner in the journal, in memory or not; 0: no limit"),
     "kept_tokens_per_owner": (
         "N",
         "token ids in their histories, those of each fork counted, about four bytes each on the disk; 0: no limit",
     ),
     "session_keep_seconds": ("SECONDS", "kept sessions unused for longer are deleted; 0: none is"),
+    "copies_dir": ("FOLDER", "for copies of K/V, with a journal in a database; empty: none are made"),
     "hibernate": (
         "WHEN",
-        "copy K/V of idle sessions into the state_dir: always, never, auto: where reading is faster than a prefill",
+        "copy K/V of idle sessions into files: always, never, auto: where reading is faster than a prefill",
     ),
-    "hibernate_after_seconds": ("S", "a session idle for longer is copied into the state_dir"),
-    "state_bytes": ("SIZE", "for copies of K/V in the state_dir; 0: half of the free space there"),
+    "hibernate_after_seconds": ("S", "a session idle for longer is copied into a file"),
+    "state_bytes": ("SIZE", "for copies of K/V; 0: half of the free space there"),
     "state_bytes_per_owner": ("SIZE", "for copies of one owner's sessions; 0: only state_bytes applies"),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),
@@ -203,6 +205,11 @@ def add_config_file(parser: argparse.ArgumentParser) -> None:
 
 def settings(args: argparse.Namespace, kind: type[T]) -> T:
     """The settings of `kind` from flags, environment, file and defaults. Raises ConfigError."""
+    if has_password(getattr(args, "journal", None) or ""):
+        raise ConfigError(
+            "--journal has a password, which others on this machine can read there: set KAKEYA_JOURNAL instead, or a "
+            "--config file, or leave it to libpq (PGPASSFILE)"
+        )
     return resolve(kind, vars(args), file=args.config)
 
 
@@ -219,9 +226,24 @@ def refuse_without_effect(args: argparse.Namespace, *, used: Sequence[str]) -> N
         )
 
 
+def has_password(journal: str) -> bool:
+    return bool(re.search(r"//[^/@]*:[^/@]+@|\bpassword\s*=", journal))
+
+
 def as_flags(config: Config) -> list[str]:
-    """Flags that reproduce `config` in any environment."""
-    return [f"{_flag(field.name)}={_text(getattr(config, field.name))}" for field in fields(config)]
+    """Flags that reproduce `config` in any environment, but for what `secret_variables` has."""
+    left_out = {name.removeprefix("KAKEYA_").lower() for name in secret_variables(config)}
+    return [
+        f"{_flag(field.name)}={_text(getattr(config, field.name))}"
+        for field in fields(config)
+        if field.name not in left_out
+    ]
+
+
+def secret_variables(config: Config) -> dict[str, str]:
+    """What others may not see, which flags are not for, as variables of the environment."""
+    journal = config.journal if isinstance(config, EngineConfig) else ""
+    return {"KAKEYA_JOURNAL": journal} if has_password(journal) else {}
 
 
 def _flag(name: str) -> str:

@@ -102,7 +102,7 @@ class Reader:
         return next((int(number) for (number,) in list(rows)), None)
 
     def number(self, session_id: str) -> int | None:
-        """Of the session with this id, whoever's it is. For tools."""
+        """Of the session with this id, of any owner. For tools."""
         rows = self._db.execute("select session from sessions where id = ?", (session_id,))
         return next((int(number) for (number,) in list(rows)), None)
 

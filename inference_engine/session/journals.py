@@ -8,7 +8,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import Journal, MemoryJournal
 from inference_engine.types import Durability
 
-KINDS = ("sqlite",)
+KINDS = {"sqlite": "FOLDER", "postgres": "DSN"}
 
 
 def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) -> Journal:
@@ -20,12 +20,30 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
     if config.kept is Durability.NONE:
         return MemoryJournal()
     kind, _, place = config.journal_place.partition(":")
-    if kind not in KINDS:
-        # Without the place, which may hold a password.
-        known = ", ".join(f"{name}:FOLDER" for name in KINDS)
-        raise ConfigError(f"journal: there is no journal of the kind {kind!r}; name one as {known}")
-    from inference_engine.session.sqlite_journal import SQLiteJournal
+    if kind == "sqlite":
+        from inference_engine.session.sqlite_journal import SQLiteJournal
 
-    return SQLiteJournal(
-        in_full(place), config.kept, weights=weights, metrics=metrics, keep_seconds=config.session_keep_seconds
-    )
+        return SQLiteJournal(
+            in_full(place), config.kept, weights=weights, metrics=metrics, keep_seconds=config.session_keep_seconds
+        )
+    if kind == "postgres":
+        try:
+            from inference_engine.session.postgres_database import parsed
+            from inference_engine.session.postgres_journal import PostgresJournal
+        except ImportError as error:
+            raise ConfigError(
+                f"journal: postgres needs psycopg, which cannot be imported ({error}): "
+                "pip install 'kakeya-runtime[postgres]'"
+            ) from error
+
+        return PostgresJournal(
+            parsed(place),
+            config.kept,
+            weights=weights,
+            metrics=metrics,
+            keep_seconds=config.session_keep_seconds,
+            copies_folder=in_full(config.copies_dir) if config.copies_dir else None,
+        )
+    # Without the place, which may hold a password.
+    known = " or ".join(f"{name}:{place}" for name, place in KINDS.items())
+    raise ConfigError(f"journal: there is no journal of the kind {kind!r}; name one as {known}")

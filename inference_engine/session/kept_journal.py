@@ -114,6 +114,11 @@ class KeptJournal:
     def _new_number(self) -> int:
         """Of a session, that no other one has."""
 
+    @property
+    @abstractmethod
+    def failure(self) -> str:
+        """See `Journal`."""
+
     @abstractmethod
     def _transact(self, changes: Sequence[Change]) -> None:
         """Apply changes, all or none, and make them safe. On the writer's thread; takes `_db_lock`."""
@@ -121,6 +126,10 @@ class KeptJournal:
     @abstractmethod
     def _reading(self) -> AbstractContextManager[Reader]:
         """A reader of what is committed, which sees one moment of it."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """The writer has stopped. Called with `_db_lock` held."""
 
     @abstractmethod
     def _measure(self) -> None:
@@ -316,6 +325,14 @@ class KeptJournal:
     def book(self) -> CopyBook | None:
         return self
 
+    def stop(self) -> None:
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        self._writer.stop()
+        with self._db_lock:
+            self._close()
+
     # -- the writer's thread ----------------------------------------------------------------------------------------
 
     def _remove_copy(self, file: str) -> None:
@@ -409,6 +426,12 @@ class KeptJournal:
     def page(self, owner: str, *, after: str, most: int) -> Sequence[SessionEntry]:
         with self._reading() as reader:  # what is recorded and not committed yet is of sessions in memory
             return reader.page(owner, after, most, self._wall_clock())
+
+    def everyone(self) -> list[SessionEntry]:
+        """The sessions of all owners, by their ids. For tools."""
+        self._flush()
+        with self._reading() as reader:
+            return reader.everyone(self._wall_clock())
 
     def held_bytes(self, session_id: str | None = None) -> int:
         return 0  # histories are in memory once, with their sessions; what waits to be written is bounded

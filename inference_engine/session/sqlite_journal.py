@@ -40,7 +40,6 @@ from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import (
     CopyRecord,
-    SessionEntry,
 )
 from inference_engine.session.journal_database import (
     DAMAGE,
@@ -149,22 +148,17 @@ class SQLiteJournal(KeptJournal):
             f"index is damaged; else restore {folder} from a backup"
         )
 
-    def stop(self) -> None:
-        if self._is_stopped:
-            return
-        self._is_stopped = True
-        self._writer.stop()
-        with self._db_lock:
-            try:
-                if not self._writer.failure:
-                    self._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
-                self._db.set_wal_hook(None)
-                self._log.close()
-                self._db.close()
-            except apsw.Error:  # what was confirmed is safe; the next start reads the log
-                logger.exception("the journal could not be closed in order")
-            finally:
-                self._folder_lock.release()
+    def _close(self) -> None:
+        try:
+            if not self._writer.failure:
+                self._checkpoint(apsw.SQLITE_CHECKPOINT_TRUNCATE)
+            self._db.set_wal_hook(None)
+            self._log.close()
+            self._db.close()
+        except apsw.Error:  # what was confirmed is safe; the next start reads the log
+            logger.exception("the journal could not be closed in order")
+        finally:
+            self._folder_lock.release()
 
     # -- the writer's thread ----------------------------------------------------------------------------------------
 
@@ -252,12 +246,6 @@ class SQLiteJournal(KeptJournal):
             return super().copies(on_gone)
         except DAMAGE as error:
             raise _damaged(self.copies_folder.parent, error) from error
-
-    def everyone(self) -> list[SessionEntry]:
-        """The sessions of all owners, by their ids. For tools."""
-        self._flush()
-        with self._db_lock:
-            return self._reader.everyone(self._wall_clock())
 
     def check(self) -> str:
         """What is wrong with the database as a whole; "": nothing. Reads all of it."""

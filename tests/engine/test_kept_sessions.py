@@ -43,7 +43,7 @@ from tests.facade import (
     on_the_engines_thread,
     session_of,
 )
-from tests.kept import WEIGHTS, after_a_kill, keeping, saved
+from tests.kept import WEIGHTS, Place, after_a_kill, keeping, saved
 from tests.kept import sqlite_journal as sqlite_journal_of
 from tests.load.scripted import scripted_engine
 
@@ -98,15 +98,15 @@ def test_a_session_comes_back_while_another_owners_call_waits_for_what_is_not_wr
         waits.join()
 
 
-def test_a_session_is_there_after_a_kill_with_its_id_owner_label_history_and_marks(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_session_is_there_after_a_kill_with_its_id_owner_label_history_and_marks(place: Place) -> None:
+    with keeping(place) as engine:
         session = engine.create_session(owner="alice", label="mine", eos_token_ids=[7], limit_tokens=900).session_id
         engine.append(session, PROMPT, owner="alice")
         said = tokens_of(list(engine.generate(session, GenerateParams(max_tokens=5), owner="alice")))
         saved(engine)
         whole = engine.read_history(session, owner="alice")
-        killed = after_a_kill(tmp_path)
-    for folder in (killed, tmp_path):  # after a kill, and after a stop in order, which is none either
+        killed = after_a_kill(place)
+    for folder in (killed, place):  # after a kill, and after a stop in order, which is none either
         with keeping(folder) as engine:
             with pytest.raises(SessionNotFound):
                 engine.read_history(session, owner="alice")  # nothing is loaded at start
@@ -125,14 +125,14 @@ def test_a_session_is_there_after_a_kill_with_its_id_owner_label_history_and_mar
 
 @pytest.mark.parametrize("logprobs", [False, True], ids=["ids", "logprobs"])
 def test_a_generate_that_was_cut_goes_on_from_the_first_token_that_the_client_lacks(
-    tmp_path: Path, logprobs: bool
+    place: Place, logprobs: bool
 ) -> None:
     params = GenerateParams(max_tokens=60, sampling=Sampling(temperature=0.8), logprobs=logprobs)
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         session = opened(engine)
         events = iter(engine.generate(session, params, request_id=ONE))
         first = some(events, 9)
-        killed = after_a_kill(tmp_path)
+        killed = after_a_kill(place)
         rest = list(events)
     given = len(tokens_of(first))
     with keeping(killed) as engine:
@@ -152,8 +152,8 @@ def test_a_generate_that_was_cut_goes_on_from_the_first_token_that_the_client_la
             engine.generate(session, params, request_id=ONE, resume_from=len(PROMPT) + 61)
 
 
-def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(place: Place) -> None:
+    with keeping(place) as engine:
         session = opened(engine)
         params = GenerateParams(max_tokens=6, sampling=Sampling(temperature=0.8))
         first = list(engine.generate(session, params, request_id=ONE))
@@ -161,7 +161,7 @@ def test_a_generate_that_had_ended_is_answered_again_and_ends_as_it_did(tmp_path
         second = list(engine.generate(session, to_eos, request_id=TWO))
         engine.append(session, [1, 2, 3])
         saved(engine)
-        killed = after_a_kill(tmp_path)
+        killed = after_a_kill(place)
     with keeping(killed) as engine:
         engine.recall(session)
         for params_, request_id, before in ((params, ONE, first), (to_eos, TWO, second)):
@@ -214,8 +214,8 @@ def test_a_reader_gets_all_that_is_safe_and_then_that_the_journal_failed(tmp_pat
         assert list(history.token_ids)[len(PROMPT) : len(PROMPT) + len(said)] == said
 
 
-def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(place: Place) -> None:
+    with keeping(place) as engine:
         made = engine.create_session(request_id=ONE)
         session = made.session_id
         appended = engine.append_once(session, PROMPT, request_id=ONE)
@@ -224,7 +224,7 @@ def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_p
         engine.append_once(other, [1, 2], request_id=TWO)
         closed = engine.close_once(other, request_id=THREE)
         saved(engine)
-        killed = after_a_kill(tmp_path)
+        killed = after_a_kill(place)
     with keeping(killed) as engine:
         for request_id in (ONE, TWO, THREE):
             engine.recall("", request_id=request_id)
@@ -245,8 +245,8 @@ def test_repeated_calls_are_answered_as_before_a_kill_and_do_nothing_twice(tmp_p
         assert {one.session_id for one in engine.list_sessions()} == {session, forked.session_id}
 
 
-def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(place: Place) -> None:
+    with keeping(place) as engine:
         parent = opened(engine)
         list(engine.generate(parent, GenerateParams(max_tokens=4)))
         fork = engine.fork_session(parent).session_id
@@ -254,7 +254,7 @@ def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_p
         engine.append(parent, [9])
         engine.close_session(parent)
         saved(engine)
-        killed = after_a_kill(tmp_path)
+        killed = after_a_kill(place)
     with keeping(killed) as engine:
         engine.recall(fork)
         assert engine.read_history(fork).token_ids.tolist()[len(PROMPT) + 4 :] == expected
@@ -263,9 +263,9 @@ def test_a_fork_has_its_parents_history_after_a_kill_and_a_life_of_its_own(tmp_p
             engine.session_info(parent)
 
 
-def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not(tmp_path: Path) -> None:
+def test_a_session_that_leaves_memory_comes_back_and_one_that_is_closed_does_not(place: Place) -> None:
     now = 0.0
-    with keeping(tmp_path, clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
+    with keeping(place, clock=lambda: now, session_idle_ttl_seconds=10.0, stall_seconds=1e6) as engine:
         first, second = opened(engine), opened(engine)
         expected = tokens_of(list(engine.generate(first, GenerateParams(max_tokens=8))))
         more = tokens_of(list(engine.generate(first, GenerateParams(max_tokens=8))))
@@ -324,13 +324,13 @@ def test_a_session_that_is_asked_for_while_it_leaves_memory_is_read_when_it_has_
             assert len(tokens_of(list(engine.generate(session, GenerateParams(max_tokens=3))))) == 3
 
 
-def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_kept(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_kept(place: Place) -> None:
+    with keeping(place) as engine:
         first, second, large = opened(engine), opened(engine), opened(engine)
         engine.append(large, PROMPT)
         others = engine.create_session(owner="bob").session_id
         engine.append(others, PROMPT, owner="bob")
-    with keeping(tmp_path, history_tokens_per_owner=2 * len(PROMPT) - 1) as engine:
+    with keeping(place, history_tokens_per_owner=2 * len(PROMPT) - 1) as engine:
         engine.recall(first)
         engine.recall(others, owner="bob")
         # The one may come once the other has left, the large one never.
@@ -345,39 +345,39 @@ def test_a_session_whose_history_is_more_than_its_owner_may_hold_is_refused_and_
         assert engine.session_info(second).history_length == len(PROMPT)
 
 
-def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_session_is_not_continued_under_settings_that_would_change_its_tokens(place: Place) -> None:
+    with keeping(place) as engine:
         session = opened(engine)
-    with keeping(tmp_path, segment_tokens=32) as engine, pytest.raises(ModelMismatch, match="segment_tokens 16"):
+    with keeping(place, segment_tokens=32) as engine, pytest.raises(ModelMismatch, match="segment_tokens 16"):
         engine.recall(session)
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         engine.recall(session)
         assert engine.session_info(session).history_length == len(PROMPT)
 
 
-def test_a_session_may_be_promised_more_of_its_bits_and_never_less(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+def test_a_session_may_be_promised_more_of_its_bits_and_never_less(place: Place) -> None:
+    with keeping(place) as engine:
         first = opened(engine)
-    with keeping(tmp_path, mode=Mode.FIXED_SHAPE) as engine:
+    with keeping(place, mode=Mode.FIXED_SHAPE) as engine:
         engine.recall(first)
         assert engine.session_info(first).history_length == len(PROMPT)
         second = opened(engine)
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         engine.recall(first)
         with pytest.raises(ModelMismatch, match="mode fixed-shape"):
             engine.recall(second)
 
 
-def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_not_concerned(tmp_path: Path) -> None:
+def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_not_concerned(place: Place) -> None:
     limits = {"kept_sessions_per_owner": 2, "kept_tokens_per_owner": 100}
-    with keeping(tmp_path, **limits) as engine:
+    with keeping(place, **limits) as engine:
         first, second = (engine.create_session(owner="alice").session_id for _ in range(2))
         engine.append(first, PROMPT, owner="alice")
         with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner") as refused:
             engine.create_session(owner="alice")
         assert refused.value.metadata == {"quota": "kept_sessions_per_owner", "limit": "2"}
         engine.create_session(owner="bob")
-    with keeping(tmp_path, **limits) as engine:  # those that are not in memory count
+    with keeping(place, **limits) as engine:  # those that are not in memory count
         with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner"):
             engine.create_session(owner="alice")
         engine.recall(second, owner="alice")
@@ -397,9 +397,9 @@ def test_an_owner_keeps_no_more_sessions_and_tokens_than_one_may_and_others_are_
         engine.create_session(owner="alice", is_transient=False)
 
 
-def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(tmp_path: Path) -> None:
+def test_a_session_that_was_brought_back_stays_in_memory_for_the_call_it_is_for(place: Place) -> None:
     clock = Clock()
-    with keeping(tmp_path, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
+    with keeping(place, clock=clock, wall_clock=clock, session_idle_ttl_seconds=100.0) as engine:
         session_id = opened(engine)
         clock.now += 1000
         on_the_engines_thread(engine)

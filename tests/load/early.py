@@ -1,17 +1,34 @@
-"""The control of kills: a journal that tells before it records."""
+"""The journals of kills, and their control: one that tells before it records."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import SAFE, Receipt
+from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.types import Durability
 
 
-class Early(SQLiteJournal):
+def opened(place: str, durability: Durability, metrics: EngineMetrics, *, is_early: bool) -> KeptJournal:
+    """place: a folder, or the DSN of a database. is_early: the control."""
+    if "=" not in place:
+        kind = EarlyInAFolder if is_early else SQLiteJournal
+        return kind(Path(place), durability, weights="scripted", metrics=metrics)
+    from inference_engine.session.postgres_journal import PostgresJournal
+
+    class EarlyInADatabase(Early, PostgresJournal):
+        pass
+
+    return (EarlyInADatabase if is_early else PostgresJournal)(place, durability, weights="scripted", metrics=metrics)
+
+
+class Early(KeptJournal):
     """Answers at once, and records a little later."""
 
     def receipt(self, session_id: str) -> Receipt:
@@ -37,3 +54,7 @@ class Early(SQLiteJournal):
     def _all_sent(saved: Any) -> Any:
         saved.tokens = sys.maxsize
         return saved
+
+
+class EarlyInAFolder(Early, SQLiteJournal):
+    pass

@@ -61,7 +61,7 @@ class Nursery:
             cwd=ROOT,
         )
 
-    def begin(self, folder: Path, durability: str, *, is_early: bool) -> None:
+    def begin(self, folder: Path | str, durability: str, *, is_early: bool) -> None:
         """Returns once a life can be reached. is_early: it is the control. Fails for a life that ends before that."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{json.dumps([str(folder), durability, is_early])}\n")
@@ -100,7 +100,7 @@ class Nursery:
 class Lives:
     """A server on one folder, started again as often as a test asks."""
 
-    def __init__(self, nursery: Nursery, folder: Path, durability: str, *, is_early: bool = False) -> None:
+    def __init__(self, nursery: Nursery, folder: Path | str, durability: str, *, is_early: bool = False) -> None:
         self.target = nursery.target
         self._nursery = nursery
         self._begin = partial(nursery.begin, folder, durability, is_early=is_early)
@@ -353,7 +353,7 @@ def nurseries() -> Iterator[Nursery]:
 
 
 @contextmanager
-def lives(nursery: Nursery, folder: Path, durability: str, *, is_early: bool = False) -> Iterator[Lives]:
+def lives(nursery: Nursery, folder: Path | str, durability: str, *, is_early: bool = False) -> Iterator[Lives]:
     server = Lives(nursery, folder, durability, is_early=is_early)
     try:
         yield server
@@ -363,7 +363,7 @@ def lives(nursery: Nursery, folder: Path, durability: str, *, is_early: bool = F
 
 
 def kill_often(
-    folder: Path,
+    folder: Path | str,
     durability: str,
     *,
     kills: int,
@@ -377,6 +377,7 @@ def kill_often(
 ) -> tuple[Counter[str], list[str], list[str]]:
     """Kill a server so many times, at random moments, under agents. What they did, what was wrong, agents that gave up.
 
+    folder: of its sessions; or the DSN of their database.
     is_over: asked before each kill; True ends it early. nursery: of the lives; None: one of its own.
     """
     rng = random.Random(seed)

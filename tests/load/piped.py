@@ -33,10 +33,9 @@ from inference_engine.engine import Engine
 from inference_engine.errors import QuotaExceeded, SessionNotFound
 from inference_engine.kv.strategies.full import Full
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Durability, Failed, Finished, GenerateParams, Sampling, TokenCommitted
 from laboratory.scripted import Script
-from tests.load.early import Early
+from tests.load.early import opened
 from tests.load.scripted import scripted_engine, solo_of
 
 MOST_TOKENS = 250  # of one session
@@ -352,7 +351,7 @@ def patiently(call: Callable[[], Any]) -> Any:
 class Lives:
     """Forks lives on one folder, and learns from each what its agents received."""
 
-    def __init__(self, folder: Path, durability: str, agents: int, seed: int, *, is_early: bool) -> None:
+    def __init__(self, folder: Path | str, durability: str, agents: int, seed: int, *, is_early: bool) -> None:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self._folder, self._durability, self._is_early = folder, Durability(durability), is_early
@@ -383,8 +382,7 @@ class Lives:
     def _run(self, pipe: int, *, is_last: bool) -> None:
         torch.set_num_threads(1)
         metrics = EngineMetrics()
-        kind: Callable[..., SQLiteJournal] = Early if self._is_early else SQLiteJournal
-        journal = kind(self._folder, self._durability, weights="scripted", metrics=metrics)
+        journal = opened(str(self._folder), self._durability, metrics, is_early=self._is_early)
         kept: dict[str, Any] = {"journal": journal, "metrics": metrics, "state_dir": str(self._folder)}
         with scripted_engine(**kept, script=Script(step_seconds=0.001), **SETTINGS) as engine:
             Life(engine, self._agents, pipe, is_last=is_last).run(f"{self._seed} {self._lives}")
@@ -422,7 +420,7 @@ class Lives:
 
 
 def kill_engines(
-    folder: Path,
+    folder: Path | str,
     durability: str,
     *,
     kills: int,

@@ -4,16 +4,15 @@ usage: serve_lives.py <port> <seconds>
 
 Sessions that are idle for so many seconds leave memory, and come back when they are used.
 
-A line on standard input begins a life: a list of its state folder, its durability, and whether it is the control, which
-answers before anything is recorded. Its process id and its readiness are lines on standard output. The input's end ends
-all.
+A line on standard input begins a life: a list of its state folder, or the DSN of its database, its durability, and
+whether it is the control, which answers before anything is recorded. Its process id and its readiness are lines on
+standard output. The input's end ends all.
 """
 
 import json
 import os
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ import torch
 from inference_engine.config import ServerConfig
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.run import serve
-from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Durability
 from laboratory.scripted import Script
-from tests.load.early import Early
+from tests.load.early import opened
 from tests.load.scripted import scripted_engine
 
 port, idle_seconds = int(sys.argv[1]), float(sys.argv[2])
@@ -34,8 +32,7 @@ torch.set_num_threads(1)
 
 def live(folder: str, durability: str, is_early: bool) -> None:
     metrics = EngineMetrics()
-    kind = Early if is_early else SQLiteJournal
-    journal = kind(Path(folder), Durability(durability), weights="scripted", metrics=metrics)
+    journal = opened(folder, Durability(durability), metrics, is_early=is_early)
     kept = settings | {"journal": journal, "metrics": metrics, "state_dir": folder}
     with scripted_engine(script=Script(step_seconds=0.002), **kept) as engine:
         serve(

@@ -11,6 +11,7 @@ import pytest
 
 from inference_engine.config import child_environment
 from tests.further import further_test
+from tests.kept import Database
 from tests.load.kills import (
     ROOT,
     Agents,
@@ -45,6 +46,16 @@ def test_agents_notice_nothing_of_kills_but_a_pause(
     counts, wrong, gave_up = kill_often(
         tmp_path / "state", "process", kills=KILLS, agents=3, seed=1, of=of, nursery=nursery
     )
+    assert (wrong, gave_up) == ([], [])
+    assert counts["kills"] == KILLS
+    assert counts["tokens"] > 0
+
+
+@further_test
+def test_agents_of_a_server_on_postgres_notice_nothing_of_kills_but_a_pause(
+    database: Database, of: type[Agents] | type[NodeAgents], nursery: Nursery
+) -> None:
+    counts, wrong, gave_up = kill_often(database.dsn, "process", kills=KILLS, agents=3, seed=1, of=of, nursery=nursery)
     assert (wrong, gave_up) == ([], [])
     assert counts["kills"] == KILLS
     assert counts["tokens"] > 0

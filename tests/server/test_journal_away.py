@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from inference_engine.engine import Engine
 from inference_engine.server import run
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
-from tests.kept import after_a_kill, keeping, remote, saved
+from tests.kept import Place, after_a_kill, keeping, remote, saved
 from tests.server.wire import HISTORY, Client, Details, connected, read_rest, refused, serving, until
 
 AWAY = "UNAVAILABLE JOURNAL_AWAY"
@@ -44,15 +43,15 @@ async def until_health(client: Client, wanted: int) -> None:
     raise AssertionError("health says something else")
 
 
-def lengths_after_a_kill(folder: Path) -> dict[str, int]:
-    with keeping(after_a_kill(folder)) as engine:
+def lengths_after_a_kill(place: Place) -> dict[str, int]:
+    with keeping(after_a_kill(place)) as engine:
         return {one.session_id: one.history_length for one in engine.list_sessions()}
 
 
 async def test_streams_pause_calls_end_typed_and_all_goes_on_when_the_journal_is_back(
-    tmp_path: Path, subtests: pytest.Subtests
+    place: Place, subtests: pytest.Subtests
 ) -> None:
-    with remote(tmp_path) as (engine, journal):
+    with remote(place) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
             asked = pb.GenerateRequest(session_id=await client.open_endless(), max_tokens=TOKENS)
             undisturbed = await client.generate(await client.open_endless(), TOKENS)
@@ -99,7 +98,7 @@ async def test_streams_pause_calls_end_typed_and_all_goes_on_when_the_journal_is
             assert await client.append(gone, [1]) == await client.append(calm, [1]) == len(HISTORY) + 1
             assert engine.metrics.journal_away._value.get() == 0
             lengths = {one: await client.length(one) for one in (asked.session_id, calm, gone)}
-            kept = lengths_after_a_kill(tmp_path)
+            kept = lengths_after_a_kill(place)
     assert {one: kept[one] for one in lengths} == lengths
     assert lengths[asked.session_id] == len(HISTORY) + TOKENS
 
@@ -115,10 +114,10 @@ async def safe_length(engine: Engine, session_id: str) -> int:
 
 @pytest.mark.parametrize("is_committed", [False, True])
 async def test_a_call_that_the_gap_met_is_done_once_when_it_is_repeated(
-    tmp_path: Path, subtests: pytest.Subtests, *, is_committed: bool
+    place: Place, subtests: pytest.Subtests, *, is_committed: bool
 ) -> None:
     """is_committed: the commit was made, and its answer was lost."""
-    with remote(tmp_path) as (engine, journal):
+    with remote(place) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
             sessions = [await client.open() for _ in range(4)]
             requests: dict[str, Any] = {
@@ -140,15 +139,15 @@ async def test_a_call_that_the_gap_met_is_done_once_when_it_is_repeated(
                     answer = await client.call(name, request)
                     assert answer.replayed
             assert await client.length(sessions[0]) == len(HISTORY) + 2
-            kept = lengths_after_a_kill(tmp_path)
+            kept = lengths_after_a_kill(place)
     assert sorted(kept.values()) == sorted([len(HISTORY) + 2, 0, len(HISTORY), len(HISTORY), 3])
 
 
 async def test_a_server_that_stops_while_the_journal_is_away_ends_and_loses_nothing_that_was_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "LEAVE_SECONDS", 0.2)
-    with remote(tmp_path) as (engine, journal):
+    with remote(place) as (engine, journal):
         async with serving(engine) as server, connected(server) as client:
             session, streaming = await client.open(), await client.open_endless()
             said = await client.generate(session, 5)
@@ -161,7 +160,7 @@ async def test_a_server_that_stops_while_the_journal_is_away_ends_and_loses_noth
             await server.drain_and_stop()
             assert (await paused).reason == "UNAVAILABLE DRAINING"
     received = [frame.token_id for frame in frames]
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         for one, known in ((session, [*HISTORY, *said]), (streaming, [*HISTORY, *received])):
             engine.recall(one)
             ids = engine.read_history(one).token_ids.tolist()
@@ -169,8 +168,8 @@ async def test_a_server_that_stops_while_the_journal_is_away_ends_and_loses_noth
             assert one == streaming or len(ids) == len(known)
 
 
-async def test_an_agent_of_the_sdk_sees_a_pause(tmp_path: Path) -> None:
-    with remote(tmp_path) as (engine, journal):
+async def test_an_agent_of_the_sdk_sees_a_pause(place: Place) -> None:
+    with remote(place) as (engine, journal):
         async with serving(engine) as server, kakeya.AsyncClient(server.target) as client:
             session = await client.create_session(kakeya.SinkWindow(sink=4, window=32))
             await session.append(HISTORY)

@@ -13,7 +13,7 @@ from inference_engine.errors import ConfigError
 from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
-from tests.kept import after_a_kill, gated, keeping
+from tests.kept import Place, after_a_kill, gated, keeping
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
 
 FOREVER = 30_000
@@ -52,8 +52,8 @@ async def test_nothing_is_sent_before_it_is_safe_not_even_in_an_error(tmp_path: 
             assert list(history.token_ids)[len(HISTORY) :][:3] == ids_of([first, *rest])
 
 
-async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(place: Place) -> None:
+    with keeping(place) as engine:
         async with serving(engine) as server, connected(server) as client:
             request_id, create_id = os.urandom(16), os.urandom(16)
             opened = await client.call("CreateSession", pb.CreateSessionRequest(request_id=create_id, client_label="x"))
@@ -65,7 +65,7 @@ async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Pa
             )
             stream = client.stream(asked)
             got = [(await stream.read()).token for _ in range(7)]
-            killed = after_a_kill(tmp_path)
+            killed = after_a_kill(place)
             whole = got + [frame.token for frame in await read_rest(stream) if frame.HasField("token")]
     with keeping(killed) as engine:
         async with serving(engine) as server, connected(server) as client:
@@ -95,8 +95,8 @@ async def test_a_client_goes_on_after_a_kill_as_if_nothing_had_been(tmp_path: Pa
             assert (await refused(client.append(session_id, [1]))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-async def test_a_look_at_a_session_says_what_it_is_and_brings_none_back(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+async def test_a_look_at_a_session_says_what_it_is_and_brings_none_back(place: Place) -> None:
+    with keeping(place) as engine:
         async with serving(engine) as server, connected(server) as client:
             session_id = (await client.call("CreateSession", pb.CreateSessionRequest(eos_token_ids=[9, 7]))).session_id
             for _ in range(3):  # turns that are folded, and one that is not
@@ -135,9 +135,9 @@ async def test_a_look_at_a_session_says_what_it_is_and_brings_none_back(tmp_path
 
 
 async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_call_is_brought_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         is_elsewhere, recall, leaves = engine.is_elsewhere, engine.recall, list[str]()
 
         def leave(session_id: str) -> None:
@@ -201,10 +201,10 @@ async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_sent(tmp_p
             assert (await refused(append)).reason == "UNAVAILABLE DRAINING"
 
 
-async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp_path: Path) -> None:
+async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(place: Place) -> None:
     from tests.facade import session_of
 
-    with keeping(tmp_path) as engine:
+    with keeping(place) as engine:
         async with serving(engine) as server, connected(server) as client:
             session_id = await client.open()
             said = await client.generate(session_id, 4)
@@ -223,9 +223,9 @@ async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(tmp
 
 @pytest.mark.parametrize("method", ["AppendTokens", "Generate", "ForkSession", "RewindSession"])
 async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    place: Place, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    with keeping(tmp_path, max_sessions=1 + (method == "ForkSession"), session_evictable_seconds=0.0) as engine:
+    with keeping(place, max_sessions=1 + (method == "ForkSession"), session_evictable_seconds=0.0) as engine:
         when_free, waits = engine.when_free, asyncio.Event()
 
         def leaves_first(session_id: str, callback: Callable[[], None]) -> None:
@@ -263,11 +263,11 @@ async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_
                 assert answer.history_length == length
 
 
-async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(tmp_path: Path) -> None:
-    with keeping(tmp_path) as engine:
+async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(place: Place) -> None:
+    with keeping(place) as engine:
         async with serving(engine) as server, connected(server) as client:
             session_id = await client.open()
-    with keeping(tmp_path, history_tokens_per_owner=len(HISTORY) - 1) as engine:
+    with keeping(place, history_tokens_per_owner=len(HISTORY) - 1) as engine:
         async with serving(engine) as server, connected(server) as client:
             assert (await refused(client.append(session_id, [1]))).reason == "RESOURCE_EXHAUSTED QUOTA"
             assert await client.length(session_id) == len(HISTORY), "it can be looked at"

@@ -25,10 +25,11 @@ from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecor
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.journal_folder import LOCK
 from inference_engine.session.journal_rows import MOST_GENERATES
+from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.replies import DIGEST_BYTES, MOST_PER_SESSION, REQUEST_ID_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
-from tests.kept import after_a_kill
+from tests.kept import Place, after_a_kill, opened
 from tests.kept import sqlite_journal as open_journal
 from tests.session.faulty_disk import FaultyDisk, unsynced
 
@@ -112,7 +113,7 @@ class Talk:
     come back. What belongs together is one unit, as the engine has it.
     """
 
-    def __init__(self, journal: SQLiteJournal, seed: int = 0) -> None:
+    def __init__(self, journal: KeptJournal, seed: int = 0) -> None:
         self.journal = journal
         self.rng = random.Random(seed)
         self.lives: list[Life] = []
@@ -248,11 +249,11 @@ class Talk:
             raise AssertionError("a session that left memory cannot come back") from error
         assert found.outcome(self.units, self.units) == "whole", found.most
 
-    def check(self, folder: Path, *, may_refuse: bool = False) -> str:
-        """What is found in a copy of the folder: nothing wrong, nothing doubled, all that was confirmed, and of what
+    def check(self, place: Place, *, may_refuse: bool = False) -> str:
+        """What is found in a copy of the place: nothing wrong, nothing doubled, all that was confirmed, and of what
         was not only what was recorded until some moment."""
         try:
-            journal = open_journal(folder, metrics=METRICS, vfs=unsynced())
+            journal = opened(place, metrics=METRICS, vfs=unsynced())
         except ConfigError:
             assert may_refuse
             return "refused"
@@ -281,7 +282,7 @@ class Talk:
         assert may_refuse or outcome == "whole", (outcome, found.least, found.most, self.confirmed)
         return outcome
 
-    def _look(self, journal: SQLiteJournal, one: Life, found: Found) -> int | None:
+    def _look(self, journal: KeptJournal, one: Life, found: Found) -> int | None:
         """What is found of a session. Returns its length; None: it is not there."""
         first, most = self.rng.randrange(60), self.rng.randrange(60)
         looked = journal.look(one.id, OWNER, first=first, most=most)
@@ -379,7 +380,7 @@ class Talk:
                 found.missing(Found.COPIES, next_at)
 
 
-def until_folded(journal: SQLiteJournal) -> None:
+def until_folded(journal: KeptJournal) -> None:
     ends = time.monotonic() + 20
     while journal._tables.to_fold:
         assert not journal.failure, journal.failure

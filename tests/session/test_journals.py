@@ -44,6 +44,9 @@ def test_a_folder_is_the_short_form_of_its_journal(tmp_path: Path) -> None:
         ({"journal": "sqlite:"}, "must be KIND:PLACE"),
         ({"journal": ":here"}, "must be KIND:PLACE"),
         ({"journal": "sqlite:here", "durability": "none"}, "leave journal empty"),
+        ({"journal": "sqlite:here", "copies_dir": "there"}, "leave copies_dir empty"),
+        ({"state_dir": "here", "copies_dir": "there"}, "leave copies_dir empty"),
+        ({"journal": "postgres:dbname=x", "hibernate": "always"}, "set copies_dir"),
     ],
     ids=str,
 )
@@ -55,8 +58,8 @@ def test_settings_of_a_journal_that_say_two_things_or_none_are_refused(
 
 
 def test_a_kind_that_there_is_not_is_refused_without_the_place(tmp_path: Path) -> None:
-    config = EngineConfig(journal="postgres://me:secret@database/kakeya")
-    with pytest.raises(ConfigError, match="no journal of the kind 'postgres'; name one as sqlite:FOLDER") as refused:
+    config = EngineConfig(journal="mysql://me:secret@database/kakeya")
+    with pytest.raises(ConfigError, match="no journal of the kind 'mysql'; name one as sqlite:FOLDER or p") as refused:
         open_journal(config, weights=WEIGHTS, metrics=EngineMetrics())
     assert "secret" not in str(refused.value)
 

@@ -1,0 +1,285 @@
+"""The database of a journal in PostgreSQL: its tables, its connections, and what is asked of it before it is used.
+
+All lies in a schema of its own, `kakeya`. A row of `replicas` counts the commits of a server: each commit changes it in
+its own transaction, from the number before to its own (the fence). So a commit of a server that was taken for dead
+changes nothing, and who lost the connection at a COMMIT asks for the number.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import psycopg
+from psycopg import errors as pg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+
+from inference_engine.errors import ConfigError
+from inference_engine.session.writer import Away, DiskFull
+from inference_engine.types import Durability
+
+FORMAT = 1
+FENCED = "KK001"  # a code of our own: PostgreSQL has none that begins so
+_LEAST_VERSION = 140000
+_CONNECT_SECONDS = 5
+# A transaction that its server leaves open for so long is ended: it may be frozen, and holds rows that others need.
+_IDLE_SECONDS = 5
+_PREPARING = 0x4B616B65  # of the advisory lock of who makes the tables
+_SCHEMA = """
+create table facts (name text primary key, value text);
+create table replicas (name text primary key, epoch bigint not null, commits bigint not null) with (fillfactor = 20);
+create table sessions (
+    session bigint primary key, id text collate "C" unique not null, owner text collate "C" not null,
+    body text not null, length bigint not null, used_at double precision not null, crc bigint not null,
+    answers bigint not null default 0, entries integer not null default 0);
+create index sessions_by_owner on sessions (owner, id);
+create index sessions_by_use on sessions (used_at);
+create table tokens (
+    session bigint, position bigint, mark integer, ids bytea, logprobs bytea, crc bigint,
+    primary key (session, position));
+create table tail (
+    session bigint, entry integer, position bigint not null, body bytea not null, primary key (session, entry));
+create table ends (session bigint primary key, position bigint, mark integer, ids bytea, logprobs bytea, crc bigint);
+create table appends (session bigint primary key, replies bytea);
+create table begun (session bigint primary key, generates bytea);
+create table replies (
+    session bigint, id text collate "C", owner text collate "C", kind text, request_id bytea, digest bytea,
+    position bigint, body text, crc bigint, ended_at double precision, primary key (owner, request_id, kind, id));
+create index replies_by_session on replies (session, kind, position);
+create index replies_ended on replies (ended_at) where ended_at is not null;
+create table copies (
+    session bigint primary key, file text unique not null, length bigint not null, bytes bigint not null,
+    header_crc bigint not null, crc bigint not null);
+create table usage (owner text primary key, body text, crc bigint);
+create function fence(who text, mine bigint, number bigint) returns void language plpgsql as $$ begin
+    update replicas set commits = number where name = who and epoch = mine and commits = number - 1;
+    if not found then raise exception 'another server is %, or has this number', who using errcode = 'KK001'; end if;
+end $$;
+"""
+_COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+_COPY_END = b"\xff\xff"
+_COPY_ROW = struct.Struct(">hiqiiiqi")  # of four columns, each behind its length: session, entry, position, body
+
+Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
+
+
+@lru_cache(maxsize=256)
+def _numbered(statement: str) -> bytes:
+    """With `$1` where a statement for either database has `?` or `?1`."""
+    count = 0
+
+    def place(found: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        return f"${found[1] or count}"
+
+    return re.sub(r"\?(\d*)", place, statement).encode()
+
+
+class Database:
+    """A connection. In a transaction, statements whose answer is not read are sent without waiting for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._pipeline: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        return not self._connection.closed
+
+    def execute(self, statement: str, bindings: Any = None, /) -> Iterator[tuple[Any, ...]]:
+        cursor = psycopg.RawCursor(self._connection)
+        cursor.execute(_numbered(statement), bindings, prepare=bindings is not None, binary=True)
+        return _rows(cursor)
+
+    def begin(self, mode: str = "") -> None:
+        self._pipeline = self._connection.pipeline()
+        self._pipeline.__enter__()
+        self.execute(f"begin {mode}")
+
+    def wait(self) -> None:
+        """Until all was answered that was sent. Raises the first error of it."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.__exit__(None, None, None)
+
+    def commit(self) -> None:
+        self.wait()
+        cursor = self._connection.execute("commit")
+        if cursor.statusmessage != "COMMIT":
+            raise pg.InFailedSqlTransaction(f"the transaction was ended by {cursor.statusmessage}")
+
+    def roll_back(self) -> None:
+        """Raises nothing: a connection that cannot even do that is closed."""
+        try:
+            try:
+                self.wait()
+            except psycopg.Error:  # why it is rolled back
+                pass
+            self._connection.execute("rollback")
+        except psycopg.Error:
+            self._connection.close()
+
+    def copy_tail(self, rows: Sequence[tuple[int, int, int, bytes]]) -> None:
+        """Rows of the tail, as their columns: one message, whose cost for the client is that of one row."""
+        in_pipeline = self._pipeline is not None
+        self.wait()
+        data = [_COPY_HEAD]
+        for number, entry, position, body in rows:
+            data += (_COPY_ROW.pack(4, 8, number, 4, entry, 8, position, len(body)), body)
+        with (
+            self._connection.cursor() as cursor,
+            cursor.copy("copy tail (session, entry, position, body) from stdin (format binary)") as copy,
+        ):
+            copy.write(b"".join((*data, _COPY_END)))
+        if in_pipeline:
+            self._pipeline = self._connection.pipeline()
+            self._pipeline.__enter__()
+
+    def release_locks(self) -> None:
+        """Now: the server may notice an end a moment later."""
+        if self.is_open:
+            self._connection.execute("select pg_advisory_unlock_all()")
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _rows(cursor: psycopg.RawCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    yield from cursor.fetchall()
+
+
+def connect(dsn: str, durability: Durability, name: str) -> Database:
+    """Raises psycopg.Error."""
+    given = conninfo_to_dict(dsn)
+    defaults: dict[str, str | int] = {
+        "connect_timeout": _CONNECT_SECONDS,
+        "application_name": f"kakeya {name}",
+        "tcp_user_timeout": 10_000,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+    }
+    connection = psycopg.connect(
+        make_conninfo(dsn, **{key: value for key, value in defaults.items() if key not in given}), autocommit=True
+    )
+    connection.execute(f"set search_path = kakeya; set idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'")
+    if durability is Durability.PROCESS:  # the database may write it later
+        connection.execute("set synchronous_commit = off")
+    return Database(connection)
+
+
+def passing(error: BaseException) -> Exception | None:
+    """What a writer waits for; None: the error is final."""
+    if isinstance(error, pg.DiskFull):
+        return DiskFull(str(error))
+    if isinstance(error, psycopg.OperationalError | pg.ReadOnlySqlTransaction | pg.InFailedSqlTransaction):
+        return Away((str(error).strip() or type(error).__name__).splitlines()[0])
+    return None
+
+
+def is_fenced(error: BaseException) -> bool:
+    return isinstance(error, psycopg.Error) and error.sqlstate == FENCED
+
+
+def place_of(dsn: str) -> str:
+    """Where the database is, without what others may not see."""
+    known = conninfo_to_dict(dsn)
+    return "postgres:" + " ".join(f"{key}={known[key]}" for key in ("host", "port", "dbname", "user") if known.get(key))
+
+
+def parsed(place: str) -> str:
+    """What libpq takes, of what stands behind `postgres:`: an URL's rest, or words such as host=… dbname=….
+
+    Raises ConfigError.
+    """
+    dsn = f"postgres:{place}" if place.startswith("//") else place
+    try:
+        conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as error:
+        raise ConfigError(
+            "journal: postgres: takes postgres://USER@HOST/DATABASE, or postgres:host=… dbname=…; libpq says: "
+            f"{str(error).strip()}"
+        ) from error
+    return dsn
+
+
+def open_database(dsn: str, durability: Durability, weights: str | None, name: str) -> Database:
+    """A connection to a database that is this model's, with its tables. weights: None: whichever it is, for tools.
+
+    Raises ConfigError for one that cannot be used, which is left as it is.
+    """
+    place = place_of(dsn)
+    try:
+        db = connect(dsn, durability, name)
+    except psycopg.Error as error:
+        raise ConfigError(f"the journal {place} cannot be reached: {str(error).strip()}") from error
+    try:
+        _refuse_settings(db, place, durability)
+        _prepare(db, place, weights)
+    except psycopg.Error as error:
+        db.close()
+        raise ConfigError(f"the journal {place} cannot be used: {str(error).strip()}") from error
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _refuse_settings(db: Database, place: str, durability: Durability) -> None:
+    connection = db._connection
+    if connection.info.server_version < _LEAST_VERSION:
+        raise ConfigError(
+            f"the journal {place}: PostgreSQL {connection.info.server_version // 10000} is too old: use 14"
+        )
+    found = dict(db.execute("select name, setting from pg_settings"))
+    ((pid, is_standby),) = db.execute("select pg_backend_pid(), pg_is_in_recovery()")
+    if pid != connection.info.backend_pid:
+        raise ConfigError(
+            f"the journal {place} is reached through a pooler, which keeps no locks: name the database itself"
+        )
+    if is_standby or found["transaction_read_only"] == "on":
+        raise ConfigError(f"the journal {place} is a standby or read-only: name the primary, as with a host that moves")
+    if found["server_encoding"] != "UTF8":
+        raise ConfigError(
+            f"the journal {place} has the encoding {found['server_encoding']}: make a database with encoding 'UTF8'"
+        )
+    if durability is Durability.POWER:
+        for name in ("fsync", "full_page_writes", "synchronous_commit"):
+            if found[name] == "off":
+                raise ConfigError(
+                    f"the journal {place} has {name}=off, so that a loss of power loses what was sent: turn it on, or "
+                    "choose durability=process"
+                )
+
+
+def _prepare(db: Database, place: str, weights: str | None) -> None:
+    db.begin()
+    try:
+        list(db.execute("select pg_advisory_xact_lock(?)", (_PREPARING,)))
+        ((is_there,),) = db.execute("select to_regclass('kakeya.facts') is not null")
+        if not is_there:
+            if weights is None:
+                raise ConfigError(f"{place} has no journal: name the database of a server")
+            db.wait()
+            db._connection.execute("create schema if not exists kakeya")
+            db._connection.execute(_SCHEMA)
+            db.execute("insert into facts values ('format', ?), ('weights', ?)", (str(FORMAT), weights))
+        facts = dict(db.execute("select name, value from facts"))
+        if int(facts["format"]) != FORMAT:
+            raise ConfigError(
+                f"the journal {place} has format {facts['format']}, and this version knows {FORMAT}: run the version "
+                "that made it, or name another database"
+            )
+        if weights is not None and (known := facts["weights"]) != weights:
+            raise ConfigError(
+                f"{place} keeps sessions of another model, with weights {known[:16]}…, and this one's are "
+                f"{weights[:16]}…: each model needs a database of its own"
+            )
+        db.commit()
+    except BaseException:
+        db.roll_back()
+        raise
