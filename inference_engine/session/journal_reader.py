@@ -59,7 +59,7 @@ REPLIES = "select session, ended_at, crc, id, owner, kind, request_id, digest, p
 TailRow = tuple[int, int, bytes]  # the session's number, as the row says it, the tokens' position, and the entry
 
 
-class Database(Protocol):
+class Statements(Protocol):
     """What a statement of SQL is given to. Values stand where it has `?`, or `?1`, `?2`, … where one comes twice."""
 
     def execute(self, statement: str, bindings: Any = None, /) -> Iterator[tuple[Any, ...]]: ...
@@ -87,7 +87,7 @@ class Reader:
 
     SESSIONS_BY_ROW = "sessions"  # the table, for who reads all of it, damaged rows too
 
-    def __init__(self, db: Database, tail: Tail) -> None:
+    def __init__(self, db: Statements, tail: Tail) -> None:
         self._db = db
         self._tail = tail
 

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord, SessionRecord
-from inference_engine.session.journal_reader import Database, Past, Reader, Tail
+from inference_engine.session.journal_reader import Past, Reader, Statements, Tail
 from inference_engine.session.journal_rows import (
     answers_sum,
     copy_crc,
@@ -78,7 +78,7 @@ class Tables:
     to_fold: sessions whose turn has ended. wall_clock: seconds since 1970.
     """
 
-    def __init__(self, db: Database, reader: Reader, tail: WrittenTail, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, db: Statements, reader: Reader, tail: WrittenTail, wall_clock: Callable[[], float]) -> None:
         self._db = db
         self._reader = reader
         self._wall_clock = wall_clock

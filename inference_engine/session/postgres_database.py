@@ -79,7 +79,7 @@ def _numbered(statement: str) -> bytes:
     return re.sub(r"\?(\d*)", place, statement).encode()
 
 
-class Database:
+class PostgresConnection:
     """A connection. In a transaction, statements whose answer is not read are sent without waiting for it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -152,7 +152,7 @@ def _rows(cursor: psycopg.RawCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...
     yield from cursor.fetchall()
 
 
-def connect(dsn: str, durability: Durability, name: str) -> Database:
+def connect(dsn: str, durability: Durability, name: str) -> PostgresConnection:
     """Raises psycopg.Error."""
     given = conninfo_to_dict(dsn)
     defaults: dict[str, str | int] = {
@@ -169,7 +169,7 @@ def connect(dsn: str, durability: Durability, name: str) -> Database:
     connection.execute(f"set search_path = kakeya; set idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'")
     if durability is Durability.PROCESS:  # the database may write it later
         connection.execute("set synchronous_commit = off")
-    return Database(connection)
+    return PostgresConnection(connection)
 
 
 def passing(error: BaseException) -> Exception | None:
@@ -207,7 +207,7 @@ def parsed(place: str) -> str:
     return dsn
 
 
-def open_database(dsn: str, durability: Durability, weights: str | None, name: str) -> Database:
+def open_database(dsn: str, durability: Durability, weights: str | None, name: str) -> PostgresConnection:
     """A connection to a database that is this model's, with its tables. weights: None: whichever it is, for tools.
 
     Raises ConfigError for one that cannot be used, which is left as it is.
@@ -229,7 +229,7 @@ def open_database(dsn: str, durability: Durability, weights: str | None, name: s
     return db
 
 
-def _refuse_settings(db: Database, place: str, durability: Durability) -> None:
+def _refuse_settings(db: PostgresConnection, place: str, durability: Durability) -> None:
     connection = db._connection
     if connection.info.server_version < _LEAST_VERSION:
         raise ConfigError(
@@ -256,7 +256,7 @@ def _refuse_settings(db: Database, place: str, durability: Durability) -> None:
                 )
 
 
-def _prepare(db: Database, place: str, weights: str | None) -> None:
+def _prepare(db: PostgresConnection, place: str, weights: str | None) -> None:
     db.begin()
     try:
         list(db.execute("select pg_advisory_xact_lock(?)", (_PREPARING,)))

@@ -28,7 +28,7 @@ from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import CopyBook
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.postgres_database import (
-    Database,
+    PostgresConnection,
     connect,
     is_fenced,
     open_database,
@@ -77,7 +77,7 @@ class PostgresJournal(KeptJournal):
         self._dsn, self._name, self.weights = dsn, name, weights
         self._has_copies = copies_folder is not None
         self.copies_folder = copies_folder or Path()
-        self._idle: list[Database] = []  # for reading
+        self._idle: list[PostgresConnection] = []  # for reading
         self._db = open_database(dsn, durability, weights, name)
         try:
             if not self._has_lock(self._db):
@@ -112,7 +112,7 @@ class PostgresJournal(KeptJournal):
             tidies_at_the_end=not is_tool,
         )
 
-    def _has_lock(self, db: Database) -> bool:
+    def _has_lock(self, db: PostgresConnection) -> bool:
         """Take the lock of who has the database. A process that has just ended may have it for a moment."""
         ends = time.monotonic() + _LOCK_SECONDS
         while True:
@@ -259,7 +259,7 @@ class PostgresJournal(KeptJournal):
             else:
                 db.close()
 
-    def _reader_connection(self) -> Database:
+    def _reader_connection(self) -> PostgresConnection:
         """One at the beginning of a transaction, which sees one moment. Raises JournalAway."""
         while True:
             try:

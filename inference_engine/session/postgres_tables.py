@@ -11,13 +11,13 @@ from collections.abc import Callable
 from inference_engine.errors import HistoryCorrupt
 from inference_engine.session.journal_reader import Reader, TailRow
 from inference_engine.session.journal_tables import Tables
-from inference_engine.session.postgres_database import Database
+from inference_engine.session.postgres_database import PostgresConnection
 
 
 class TailRows:
     """The tail, as a connection sees it."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: PostgresConnection) -> None:
         self._db = db
 
     def rows(self, number: int, position: int) -> list[TailRow]:
@@ -46,7 +46,7 @@ class TailRows:
 class PostgresTail(TailRows):
     """The tail, as commits change it. The next entry of a session is known in memory from its first row here on."""
 
-    def __init__(self, db: Database) -> None:
+    def __init__(self, db: PostgresConnection) -> None:
         super().__init__(db)
         self._next: dict[int, int] = {}
         self._before: dict[int, int | None] = {}  # of sessions that the commit that is being made changes
@@ -129,11 +129,11 @@ class PostgresTables(Tables):
 
     tail: PostgresTail
 
-    def __init__(self, db: Database, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, db: PostgresConnection, wall_clock: Callable[[], float]) -> None:
         tail = PostgresTail(db)
         super().__init__(db, PostgresReader(db, tail), tail, wall_clock)
 
-    def reconnected(self, db: Database) -> None:
+    def reconnected(self, db: PostgresConnection) -> None:
         self._db = self.tail._db = db
         self._reader = PostgresReader(db, self.tail)
 
