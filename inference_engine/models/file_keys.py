@@ -183,7 +183,10 @@ _NO_WORDPIECE = "of WordPiece tokenizers, which are refused by `tokenizer.ggml.m
 # A tokenizer is not made of a header with any other key `tokenizer.ggml.*`; it is refused, by name.
 TOKENIZER_KEYS: Keys = MappingProxyType(
     {
-        "tokenizer.ggml.model": (HONOURED, "`gpt2` (byte-level BPE) or `llama` (SentencePiece); others are refused"),
+        "tokenizer.ggml.model": (
+            HONOURED,
+            "`gpt2` (byte-level BPE), `llama` (SentencePiece) or `gemma4` (with merges); others are refused",
+        ),
         "tokenizer.ggml.pre": (HONOURED, "how byte-level BPE splits text before merges; a name not known is refused"),
         "tokenizer.ggml.tokens": (HONOURED, "the texts; two equal ones are refused, an empty one is `[EMPTY_<id>]`"),
         "tokenizer.ggml.token_type": (HONOURED, "normal, unknown, control, user defined, unused, byte; absent: normal"),
@@ -213,7 +216,7 @@ TOKENIZER_KEYS: Keys = MappingProxyType(
         "tokenizer.ggml.middle_token_id": (NO_EFFECT, _FILL),
         "tokenizer.ggml.add_bos_token": (
             HONOURED,
-            "bos before a text that is no chat; absent: true for SentencePiece, Llama 3 and Tekken, else false",
+            "bos before a text that is no chat; absent: true for SentencePiece, Llama 3, Tekken; `gemma4`: always true",
         ),
         "tokenizer.ggml.add_eos_token": (HONOURED, "eos after a text that is no chat; absent: false"),
         "tokenizer.ggml.add_sep_token": (NO_EFFECT, "between two texts, and one at a time is encoded"),

@@ -17,8 +17,10 @@ import numpy as np
 from inference_engine.errors import ModelError
 from inference_engine.models.gguf_header import GgufHeader
 from inference_engine.models.gguf_vocabulary import (
+    GEMMA4,
     NAMED,
     REMEDY,
+    SENTENCEPIECE,
     GgufVocabulary,
     TokenType,
     chat_templates,
@@ -28,7 +30,7 @@ from inference_engine.models.gguf_vocabulary import (
 
 # Ways to split text of byte-level tokenizers, by llama.cpp's names, that transformers' reader does not tell apart.
 # Those of the second kind take every digit alone, then split as the first do.
-_AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais")
+_AS_GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "jais", "granite-docling")
 _DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 _LLAMA3 = (
     "llama3",
@@ -41,9 +43,11 @@ _LLAMA3 = (
     "lfm2",
     "jina-v5-nano",
 )
+# They split as Llama 3 does.
+_GLM = ("glm4", "glm5", "chatglm-bpe")
 _ADDS_BOS = (*_LLAMA3, "tekken")
 # A word that is a token is that token, whatever its merges give.
-_WORDS_FIRST = (*_LLAMA3, "tekken")
+_WORDS_FIRST = (*_LLAMA3, "tekken", "glm4", "glm5")
 # Qwen's models compose characters first. llama.cpp does not; tokenizer.json of these models does.
 _COMPOSED = ("qwen2", "qwen35")
 # One after the other: each splits what those before have left.
@@ -71,7 +75,8 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     vocabulary = vocabulary_of(header)
-    is_sentencepiece = header.text("tokenizer.ggml.model") == "llama"
+    kind = header.text("tokenizer.ggml.model")
+    is_sentencepiece = kind in (SENTENCEPIECE, GEMMA4)
     backend = _sentencepiece(header, vocabulary) if is_sentencepiece else _byte_level(header, vocabulary)
     _add_wholes(backend, vocabulary)
     named = {name: vocabulary.texts[at] for name, at in vocabulary.named.items()}
@@ -80,7 +85,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     tokenizer: Any = TokenizersBackend(
         tokenizer_object=backend,
         extra_special_tokens={name: named.pop(name) for name in ("eot_token", "eom_token") if name in named},
-        add_bos_token=adds_bos and "bos_token" in named,
+        add_bos_token=(adds_bos or kind == GEMMA4) and "bos_token" in named,
         add_eos_token=_flag(header, "tokenizer.ggml.add_eos_token", False) and "eos_token" in named,
         chat_template=chat_templates(header),
         clean_up_tokenization_spaces=False,
@@ -98,9 +103,9 @@ def _byte_level(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     pre = header.text("tokenizer.ggml.pre")
-    splits = _SPLIT_IN_TURN.get(pre or "")
-    if splits is None and pre in GGUF_PRE_TOKENIZER_SPLITS:
-        splits = (GGUF_PRE_TOKENIZER_SPLITS[pre],)
+    splits, alike = _SPLIT_IN_TURN.get(pre or ""), "llama3" if pre in _GLM else pre
+    if splits is None and alike in GGUF_PRE_TOKENIZER_SPLITS:
+        splits = (GGUF_PRE_TOKENIZER_SPLITS[alike],)
     if splits is None and pre not in (*_AS_GPT2, *_DIGITS_ALONE):
         raise ModelError(f"{header.path}: its tokenizer splits text as {pre!r}, which is not known; {REMEDY}")
     merges = _merges(header)
@@ -141,7 +146,10 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
         text: at for at, text in enumerate(vocabulary.texts) if vocabulary.types[at] != TokenType.UNUSED or at in wholes
     }
     is_gemma = (header.text("general.architecture") or "").startswith("gemma")
+    is_gemma4 = header.text("tokenizer.ggml.model") == GEMMA4
     merges = _merges(header)
+    if merges is None and is_gemma4:
+        raise ModelError(f"{header.path}: its tokenizer cannot be read: no tokenizer.ggml.merges; {REMEDY}")
     if merges is None:
         scores = header.values.get("tokenizer.ggml.scores", np.zeros(len(vocabulary.texts)))
         if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "iuf" or len(scores) < len(vocabulary.texts):
@@ -163,7 +171,7 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
             unk_token=None if unknown is None else vocabulary.texts[unknown],
         )
     )
-    has_prefix = _flag(header, "tokenizer.ggml.add_space_prefix", True)
+    has_prefix = _flag(header, "tokenizer.ggml.add_space_prefix", not is_gemma4)
     spaces = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_prefix else spaces
     decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

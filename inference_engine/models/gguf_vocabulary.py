@@ -13,7 +13,7 @@ What a key means, and an absent one, is what llama.cpp makes of it: src/llama-vo
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -52,8 +52,18 @@ _END_TEXTS = frozenset(
         "<|end_of_text|>",
         "<EOT>",
         "_<EOT>",
+        "<|return|>",
+        "<|call|>",
+        "<eos>",
+        "<turn|>",
     }
 )
+# Behind it the result of a tool is filled in: it ends a turn, and is text.
+_TOOL_RESULT = "<|tool_response>"
+# Of gpt-oss, where this one is behind every message, and those two behind a turn.
+_END_OF_MESSAGE, _ENDS_BEHIND_MESSAGES = "<|end|>", {"<|return|>", "<|call|>"}
+# Kinds of tokenizers that spell spaces ▁, and bytes that are no token <0x00>.
+SENTENCEPIECE, GEMMA4 = "llama", "gemma4"
 _SENTENCEPIECE_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
 _TEMPLATE = "tokenizer.chat_template"
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -104,7 +114,7 @@ def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
     _check_keys(header)
     kind = header.text("tokenizer.ggml.model")
     texts = header.strings("tokenizer.ggml.tokens")
-    if kind not in ("gpt2", "llama") or texts is None:
+    if kind not in ("gpt2", SENTENCEPIECE, GEMMA4) or texts is None:
         what = f"is of the kind {kind!r}" if texts is not None or kind is None else "has no tokens"
         raise ModelError(f"{path}: its tokenizer {what}, which cannot be read; {REMEDY}")
     texts = [text or f"[EMPTY_{at}]" for at, text in enumerate(texts)]
@@ -127,16 +137,21 @@ def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
             f"{path}: its tokenizer cannot be used: {len(texts)} tokens for a matrix token_embd.weight of {rows} rows, "
             f"so ids would reach beyond the model; {REMEDY}"
         )
+    ends = _end_texts(texts)
     return GgufVocabulary(
         path=path,
         texts=tuple(texts),
         types=tuple(
-            int(TokenType.CONTROL) if text in _END_TEXTS else of
-            for text, of in zip(texts, types.tolist(), strict=False)
+            int(TokenType.CONTROL) if text in ends else of for text, of in zip(texts, types.tolist(), strict=False)
         ),
-        named=_named(header, len(texts), kind == "llama"),
+        named=_named(header, len(texts), kind == SENTENCEPIECE),
         rows=rows,
     )
+
+
+def _end_texts(texts: Sequence[str]) -> frozenset[str]:
+    """Of `_END_TEXTS`, those that end a turn of a model with these tokens."""
+    return _END_TEXTS - {_END_OF_MESSAGE} if {*texts} >= _ENDS_BEHIND_MESSAGES else _END_TEXTS
 
 
 def _check_keys(header: GgufHeader) -> None:
@@ -172,7 +187,7 @@ def _more_ends(header: GgufHeader) -> list[int]:
 
 def named_id(header: GgufHeader, name: str) -> int | None:
     """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
-    defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == "llama" else {}
+    defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == SENTENCEPIECE else {}
     at = header.number(NAMED[name])
     at = defaults.get(name) if at is None else at
     return at if at is not None and 0 <= at < _rows(header) else None
@@ -188,7 +203,8 @@ def named_end_ids(header: GgufHeader) -> list[int]:
 def end_ids(header: GgufHeader) -> list[int]:
     """The ids that end a turn, by the header: those that it names, and those of texts that end a turn in any model."""
     texts = header.strings("tokenizer.ggml.tokens") or []
-    by_text = [at for at, text in enumerate(texts) if text in _END_TEXTS and at < _rows(header)]
+    ends = {*_end_texts(texts), _TOOL_RESULT}
+    by_text = [at for at, text in enumerate(texts) if text in ends and at < _rows(header)]
     return list(dict.fromkeys([*named_end_ids(header), *by_text]))
 
 

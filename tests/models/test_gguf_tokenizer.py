@@ -197,6 +197,41 @@ def test_sentencepiece_puts_no_space_anywhere_if_the_file_says_so(tmp_path: Path
     assert tokenizer.decode([vocab["▁["], vocab["▁a"]]) == " [ a"
 
 
+def test_gemma_4_merges_as_its_list_says_and_begins_every_text_with_bos(tmp_path: Path) -> None:
+    tokens = [
+        ("<unk>", UNKNOWN),
+        ("<bos>", CONTROL),
+        ("<turn|>", NORMAL),
+        *SENTENCEPIECE[3:],
+        ("\n", NORMAL),
+        ("\n\n", NORMAL),
+    ]
+    values: dict[str, Any] = {"bos_token_id": 1, "add_bos_token": False, "unknown_token_id": 0}
+    merges = ["▁ a", "▁ [", "▁ ▁", "\n \n"]
+    path = write_tokens(tmp_path / "m.gguf", tokens, values, kind="gemma4", merges=merges)
+    tokenizer = made(path)
+    vocab = tokenizer.get_vocab()
+    assert tokenizer.encode("a [  é\n\n") == [
+        1,
+        vocab["a"],
+        vocab["▁["],
+        vocab["▁▁"],
+        *(vocab[f"<0x{byte:02X}>"] for byte in "é".encode()),
+        vocab["\n\n"],
+    ]
+    assert tokenizer.encode("a<turn|> a", add_special_tokens=False) == [vocab["a"], 2, vocab["▁a"]]
+    assert tokenizer.decode([vocab["▁a"], vocab["▁["]]) == " a ["
+    assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [2]}
+
+
+def test_a_message_of_gpt_oss_ends_no_turn(tmp_path: Path) -> None:
+    ends = [("<|return|>", CONTROL), ("<|end|>", CONTROL), ("<|call|>", CONTROL)]
+    for count, expected in ((3, [0, 2]), (2, [0, 1])):
+        path = write_tokens(tmp_path / f"{count}.gguf", [*ends[:count], *BYTES], pre="gpt-4o")
+        make_tokenizer(path, tmp_path / str(count))
+        assert json.loads((tmp_path / str(count) / "generation_config.json").read_text()) == {"eos_token_id": expected}
+
+
 def test_every_key_has_a_treatment_and_a_sentence() -> None:
     for key, (treatment, sentence) in TOKENIZER_KEYS.items():
         assert treatment in ("honoured", "refused", "no effect"), key

@@ -45,7 +45,7 @@ def write_tokens(
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([of for _, of in tokens])
-    if kind == "gpt2":
+    if kind in ("gpt2", "gemma4"):
         writer.add_token_merges(merges)
     for name, value in values.items():
         key = f"tokenizer.ggml.{name}"
