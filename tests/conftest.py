@@ -99,6 +99,15 @@ def _seconds(word: str) -> float:
 
 
 @pytest.fixture
+def warm_servers() -> Iterator[None]:
+    """For commands that start a server of their own: it is forked, too, where that can be done."""
+    from tests.processes import warm_children
+
+    with warm_children():
+        yield
+
+
+@pytest.fixture
 def admitting_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests whose caches are empty and whose models have few configurations."""
     from inference_engine.backends import twin

@@ -15,6 +15,7 @@ from inference_engine.backends.base import Admitted
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.models.loader import LoadedModel
@@ -22,7 +23,7 @@ from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.laws.variants import generate, text
-from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY
+from tests.tiny import PAGES, SMALL, TRAINED_POSITIONS, VOCABULARY
 
 COUNT = 24  # tokens that tests generate
 HISTORIES = [text(70), text(33, seed=1), text(120, seed=2), text(12, seed=3) * 6]
@@ -97,6 +98,16 @@ def stays_within_its_bounds(forward: TorchForward, strategies: Sequence[str], mo
             assert len(ids_of(engine, session)) == COUNT, strategy
             info = engine.session_info(session)
             assert more_than < info.kv_live_bytes <= info.bound.peak_bytes, strategy
+
+
+def fills_its_bound(forward: TorchForward, limit: int = 64) -> int:
+    """A session of so many tokens holds just the bytes that it said. Returns them."""
+    kv = SessionKV(Full(), forward.open(forward.geometry(**PAGES), 2**24), limit)
+    while kv.length < limit:
+        kv.stage(16)
+        kv.commit(kv.length + 16)
+    assert kv.footprint().total_bytes == kv.bound.sustained_bytes == kv.bound.peak_bytes
+    return kv.footprint().total_bytes
 
 
 def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, drafts: bool, count: int = COUNT) -> None:

@@ -11,14 +11,13 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import Twin, TwinSizes, _in_chunks, admit_config
 from inference_engine.errors import InvalidArgument, ModelError
-from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.kv.strategies.full import Full
 from inference_engine.models import seam
 from laboratory.training.capture import capture, require_stored_keys
 from tests.admissions import admitted_once
 from tests.backends.small_families import (
     continues_as_transformers,
+    fills_its_bound,
     forward_of,
     own_model,
     stays_within_its_bounds,
@@ -127,13 +126,7 @@ def test_entries_that_several_layers_read_are_stored_and_counted_once(
         (1, 32, None),
     ]
     assert geometry.entry_bytes == 2 * (3 * 16 + 32) * geometry.itemsize
-    context = forward.open(geometry, 2**24)
-    limit = 64
-    kv = SessionKV(Full(), context, limit)
-    while kv.length < limit:
-        kv.stage(16)
-        kv.commit(kv.length + 16)
-    assert kv.footprint().total_bytes == kv.bound.sustained_bytes == kv.bound.peak_bytes
+    fills_its_bound(forward)
 
 
 def test_options_of_strategies_number_the_layers_of_the_model(

@@ -26,9 +26,7 @@ from inference_engine.errors import BackendError, InvalidArgument, ModelError
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.kv.strategies.full import Full
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import ATTENTION
@@ -38,6 +36,7 @@ from tests.backends.small_families import (
     HISTORIES,
     continued,
     continues_as_transformers,
+    fills_its_bound,
     forward_of,
     ids_of,
     loaded,
@@ -143,14 +142,7 @@ def test_a_token_takes_one_vector_a_layer_and_the_bound_says_so(served: Served) 
     _, forward = served["deepseek_v3"]
     geometry = forward.geometry(**PAGES)
     assert geometry.entry_bytes == 3 * (RANK + ROTATED) * geometry.itemsize
-    context = forward.open(geometry, 2**24)
-    limit = 64
-    kv = SessionKV(Full(), context, limit)
-    while kv.length < limit:
-        kv.stage(16)
-        kv.commit(kv.length + 16)
-    assert kv.footprint().total_bytes == kv.bound.sustained_bytes == kv.bound.peak_bytes
-    assert kv.footprint().total_bytes == limit * geometry.entry_bytes
+    assert fills_its_bound(forward, 64) == 64 * geometry.entry_bytes
 
 
 def test_sessions_stay_within_their_bounds_and_other_strategies_are_refused_by_name(served: Served) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -18,8 +17,10 @@ from inference_engine.cli import kill_demo
 from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
-from tests.processes import Server, warm_children
+from tests.processes import Server
 from tests.tiny_folder import save_tiny_model
+
+pytestmark = pytest.mark.usefixtures("warm_servers")
 
 COST = re.compile(
     r"[\d.]+ s · first token [\d.]+ s · (\d+) tokens? in, (\d+) out \((\w+)\) · history (\d+) · .+ held · (\d+) evicted"
@@ -197,9 +198,3 @@ def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> N
     assert status == 1
     assert "127.0.0.1:1" in said
     assert said.count("\n") == 1
-
-
-@pytest.fixture(autouse=True)
-def _warm_children() -> Iterator[None]:
-    with warm_children():
-        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from inference_engine.cli.kill_demo import KILLED_TURN
 from inference_engine.cli.kill_demo import SCRIPT as KILL_SCRIPT
 from inference_engine.cli.main import main, parser
 from inference_engine.config import ModelConfig
-from tests.processes import warm_children
+
+pytestmark = pytest.mark.usefixtures("warm_servers")
 
 CLOSING = re.compile(r"prefilled its new tokens only: (\d+) in all, and (\d+) were read .* have prefilled (\d+)\.")
 
@@ -88,9 +89,3 @@ def test_an_answer_goes_on_after_its_server_was_killed(demo: Callable[..., str])
     assert killed != started and not others
     assert f"> {KILL_SCRIPT[KILLED_TURN]}" in printed
     assert "the same tokens as in a session that nothing happened to" in printed
-
-
-@pytest.fixture(autouse=True)
-def _warm_children() -> Iterator[None]:
-    with warm_children():
-        yield

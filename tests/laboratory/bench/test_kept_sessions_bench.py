@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,9 @@ import pytest
 from inference_engine.cli.main import main
 from laboratory.evaluation.record import read_record
 from tests.further import FURTHER
-from tests.processes import warm_children
 from tests.tiny_folder import save_tiny_chat_model
+
+pytestmark = pytest.mark.usefixtures("warm_servers")
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,3 @@ def test_a_session_that_goes_on_computes_its_delta_alone(tmp_path: Path, words: 
     assert found["sessions that it has room for"]["median"] == 3
     assert found["tokens that had K/V"]["low"] == 90 + 7  # what was generated last has none yet
     assert found["tokens computed for one"]["high"] == 17
-
-
-@pytest.fixture(autouse=True)
-def _warm_children() -> Iterator[None]:
-    with warm_children():
-        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from laboratory.evaluation.long_session import (
     values,
 )
 from laboratory.evaluation.record import load
-from tests.processes import warm_children
 from tests.tiny_folder import save_tiny_chat_model
+
+pytestmark = pytest.mark.usefixtures("warm_servers")
 
 SAMPLE = TurnSample(
     history_tokens=0,
@@ -159,9 +160,3 @@ def test_what_was_measured_before_sigterm_is_recorded(
     assert (status, record["errors"]) == (1, ["interrupted"])
     assert [turn["conversation"] for turn in record["turns"]] == [0] * 9 + [1] * 3
     assert record["values"]["passage_perplexity_first"]["median"] > 1
-
-
-@pytest.fixture(autouse=True)
-def _warm_children() -> Iterator[None]:
-    with warm_children():
-        yield

@@ -15,6 +15,7 @@ from laboratory.evaluation.cost import add_arguments, draw, main, measure
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import write_record
 from laboratory.evaluation.timing import run
+from tests.laboratory.typed import typed_for
 from tests.tiny import NATIVE_WINDOW, TRAINED_POSITIONS, VOCABULARY, tiny_engine
 
 TEXT = [(7 * place) % VOCABULARY for place in range(301)]
@@ -64,10 +65,7 @@ def test_every_strategy_is_measured_beside_full_in_every_round() -> None:
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(typed)
+    return typed_for(add_arguments, *typed)
 
 
 def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Target, tmp_path: Path) -> None:

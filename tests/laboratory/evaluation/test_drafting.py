@@ -24,6 +24,7 @@ from laboratory.evaluation.drafting import accept, find
 from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.writing import Text, write, write_all
+from tests.laboratory.typed import typed_for
 from tests.laws.drafters import Failing, Plain, Wrong
 from tests.tiny import SMALL, VOCABULARY, tiny_engine
 from tests.tiny_folder import save_tiny_chat_model
@@ -90,10 +91,7 @@ def written() -> list[Text]:
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    drafting.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(["--drafters", "wrong", "--length=40", *typed])
+    return typed_for(drafting.add_arguments, "--drafters", "wrong", "--length=40", *typed)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 import pytest
 
 from inference_engine.kv.strategies import strategy_names
 from laboratory.evaluation.families import add_arguments, families, main
+from tests.laboratory.typed import typed_for
 
 
 def run(*options: str) -> dict[str, list[dict[str, object]]]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    arguments = parser.parse_args(options)
+    arguments = typed_for(add_arguments, *options)
     arguments.quick = False
     payload = main(arguments, None)
     tables: dict[str, list[dict[str, object]]] = payload["tables"]

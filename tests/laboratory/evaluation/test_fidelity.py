@@ -29,6 +29,7 @@ from laboratory.evaluation.fidelity import (
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage, cut, force
 from laboratory.evaluation.record import VALUE_KEYS, write_record
+from tests.laboratory.typed import typed_for
 from tests.tiny import VOCABULARY, tiny_engine
 
 WINDOW = SinkWindow(sink=2, window=16)
@@ -42,10 +43,7 @@ def passages() -> list[Passage]:
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(typed)
+    return typed_for(add_arguments, *typed)
 
 
 def losses_by_generating(engine: Engine, passage: Passage) -> list[float]:

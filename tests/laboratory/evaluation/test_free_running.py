@@ -29,6 +29,7 @@ from laboratory.evaluation.free_running import (
 )
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import VALUE_KEYS, write_record
+from tests.laboratory.typed import typed_for
 from tests.tiny import VOCABULARY, tiny_engine
 
 NARROW = SinkWindow(sink=2, window=16)
@@ -43,10 +44,7 @@ def engine() -> Iterator[Engine]:
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    free_running.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(["--strategies", str(NARROW), *typed])
+    return typed_for(free_running.add_arguments, "--strategies", str(NARROW), *typed)
 
 
 def text(token_ids: list[int], losses: list[float], *, same: int = 0) -> Text:

@@ -15,6 +15,7 @@ from laboratory.evaluation.made_models import MadeTarget
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.record import write_record
 from laboratory.training.made_target import open_made_target
+from tests.laboratory.typed import typed_for
 from tests.tiny import SMALL
 
 WINDOW = "sink_window:sink=2,window=32"
@@ -24,11 +25,8 @@ MISSING = "layer_window:full_layers=9"
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    ladder.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
     common = ("--kind=looped", "--strategies", WINDOW, "--control=sink_window:sink=4,window=16", "--count=8")
-    return parser.parse_args([*common, "--texts=1", "--rounds=1", "--tokens=3", "--trials=2", *typed])
+    return typed_for(ladder.add_arguments, *common, "--texts=1", "--rounds=1", "--tokens=3", "--trials=2", *typed)
 
 
 def test_a_length_has_a_line_for_each_strategy_with_all_that_was_measured(tiny_target: Target, tmp_path: Path) -> None:

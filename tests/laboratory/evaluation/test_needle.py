@@ -23,6 +23,7 @@ from laboratory.evaluation.prompts import Prompt, Prompts
 from laboratory.evaluation.record import write_record
 from laboratory.evaluation.tasks import TASKS, Grade
 from laboratory.evaluation.trials import EvaluationVoid
+from tests.laboratory.typed import typed_for
 from tests.tiny import tiny_engine, tiny_forward
 from tests.tiny_folder import END, tiny_tokenizer
 
@@ -86,10 +87,7 @@ def make_target(engine: Engine) -> Target:
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    needle.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(["--control=sink_window:sink=4,window=16", *typed])
+    return typed_for(needle.add_arguments, "--control=sink_window:sink=4,window=16", *typed)
 
 
 def test_a_run_records_every_strategy_in_every_cell_with_its_interval_and_its_pairs(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from inference_engine.errors import InvalidArgument
 from laboratory.evaluation.pareto import FACTS, KL, SINGLE, add_arguments, front, main
 from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
 from laboratory.evaluation.tasks import TOOL_CALL
+from tests.laboratory.typed import typed_for
 
 INT4, INT8 = "full:codec=int4,exact_window=64", "full:codec=int8,exact_window=64"
 LATENT = "restored:sink=4,window=64,source=latent,bytes_per_token=20"
@@ -78,9 +78,7 @@ def written(
 
 
 def joined(*typed: str | Path) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return main(parser.parse_args([str(word) for word in typed]), None)
+    return main(typed_for(add_arguments, *map(str, typed)), None)
 
 
 def test_all_measures_stand_beside_the_bytes_of_a_token(tmp_path: Path) -> None:

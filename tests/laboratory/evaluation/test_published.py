@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 import pytest
 import torch
@@ -14,6 +12,7 @@ from laboratory.evaluation import ladder, published
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import force, text_passage
 from laboratory.evaluation.published_methods import METHODS, Loki, Method, Prompted, Quest, ShadowKV, SnapKV
+from tests.laboratory.typed import typed_for
 
 LENGTH, FORCED = 300, 6
 ROUNDING = 1e-4  # nats: other orders of sums
@@ -109,12 +108,9 @@ def test_shadowkv_rebuilds_keys_of_low_rank_and_keeps_outliers_and_the_last_exac
 
 
 def test_the_ladder_has_lines_of_papers_methods(tiny_torch_target: Target) -> None:
-    parser = argparse.ArgumentParser()
-    ladder.add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
     common = ("--kind=looped", "--control=sink_window:sink=4,window=16", "--count=4", "--texts=1", "--rounds=1")
     few = ("--tokens=2", "--trials=1", "--lengths=401", "--trained=433", "--task=values", "--published-budget=96")
-    typed = parser.parse_args([*common, *few, "--published", "snapkv", "quest"])
+    typed = typed_for(ladder.add_arguments, *common, *few, "--published", "snapkv", "quest")
     payload = ladder.main(typed, tiny_torch_target)
     rows = payload["tables"]["as published"]
     assert [row["method"] for row in rows] == ["SnapKV, 96 of the prompt", "Quest, 96 of the prompt"]

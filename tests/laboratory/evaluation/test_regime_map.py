@@ -11,6 +11,7 @@ import pytest
 from laboratory.evaluation.recommendation import FACTS, NO_STRATEGY
 from laboratory.evaluation.record import VALUE_KEYS, exact, write_record
 from laboratory.evaluation.regime_map import add_arguments, draw, main, steps_of, values
+from tests.laboratory.typed import typed_for
 
 WEIGHT_BYTES = 1_000_000
 
@@ -67,9 +68,7 @@ def write_cost(folder: Path, **changes: Any) -> Path:
 
 
 def parse(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(typed)
+    return typed_for(add_arguments, *typed)
 
 
 def test_a_map_is_made_from_a_cost_record_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from laboratory.evaluation.restoration import (
     match,
     spec,
 )
+from tests.laboratory.typed import typed_for
 from tests.tiny import SMALL, tiny_latent
 from tests.tiny_folder import save_tiny_chat_model
 
@@ -82,10 +82,7 @@ def test_every_family_gets_what_the_latent_holds_and_would_pass_it_with_one_more
 
 
 def run(target: Target, *typed: str) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return main(parser.parse_args(typed), target)
+    return main(typed_for(add_arguments, *typed), target)
 
 
 def test_a_record_says_bytes_and_both_kinds_of_failure_side_by_side(target: Target, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from laboratory.evaluation.record import VALUE_KEYS, write_record
 from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
 from laboratory.evaluation.timing import Watch, start
 from laboratory.evaluation.waking import ANEW, KEPT, add_arguments, draw, main, wake_all
+from tests.laboratory.typed import typed_for
 from tests.tiny import SMALL, VOCABULARY, tiny_latent
 from tests.tiny_folder import save_tiny_chat_model
 
@@ -118,10 +119,7 @@ def test_a_session_that_is_given_everything_again_gets_what_full_holds(
 
 
 def arguments(*typed: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    parser.add_argument("--quick", action="store_true")
-    return parser.parse_args(typed)
+    return typed_for(add_arguments, *typed)
 
 
 def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -> None:
