@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inference_engine.models import load_model
 from laboratory.bench.cpu import (
     FILE,
     INT8,
@@ -23,6 +24,8 @@ from laboratory.bench.cpu import (
     works,
 )
 from laboratory.bench.cpu_contenders import Contender as Running
+from laboratory.bench.made_mixture import CHOSEN, EXPERTS, write_mixture
+from tests.models.tiny_folder import logits
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -96,3 +99,10 @@ def test_divergence_is_that_of_the_distributions(tmp_path: Path) -> None:
     assert other["kl"] == pytest.approx(0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75))
     assert other["same"] == 0.0
     assert other["loss"] == pytest.approx(np.log(0.5) - np.log([0.75, 0.75, 0.25]).mean())
+
+
+def test_a_made_mixture_is_a_model_whose_numbers_stay_small(tmp_path: Path) -> None:
+    write_mixture(tmp_path / "made.gguf", layers=2, hidden=64, vocabulary=96)
+    model: Any = load_model(str(tmp_path / "made.gguf"), cache=tmp_path / "cache").model
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (EXPERTS, CHOSEN)
+    assert 0.1 < float(logits(model).abs().mean()) < 10
