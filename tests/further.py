@@ -33,10 +33,13 @@ BENCHMARKS = (
 # Of the HTTP door, `make test-http` runs all; `make test` has what a completion is.
 HTTP = tuple(
     f"tests/server/http/test_{part}.py"
-    for part in ("access", "attacks", "leaving", "neighbours", "process", "refusals", "request", "template", "text")
+    for part in (
+        *("access", "attacks", "connections", "leaving", "neighbours"),
+        *("process", "refusals", "request", "template", "text"),
+    )
 )
-# And of what is published: the site of the documents, and wheels.
-PUBLISHED = ("tests/docs/test_site.py", "tests/test_packages.py")
+# And of what is published: the site of the documents, wheels, and what published clients make of the gateway.
+PUBLISHED = ("tests/docs/test_site.py", "tests/test_packages.py", "tests/gateway/test_clients.py")
 
 
 def further(*values: Any) -> Any:

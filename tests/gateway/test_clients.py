@@ -19,7 +19,6 @@ from langchain_openai import ChatOpenAI
 
 from inference_engine.config import child_environment
 from kakeya import Client
-from tests.further import further_test
 from tests.processes import PROGRAM, Server, ending, kakeya_serve, started
 
 TURNS = 50
@@ -125,7 +124,6 @@ def prefilled(server: Server) -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("generate_prefilled_tokens_total "))
 
 
-@further_test
 @pytest.mark.real_model
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_turn_computes_what_is_new_in_it(server: Server, name: str) -> None:
