@@ -14,10 +14,12 @@ import torch
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from inference_engine.backends.base import Forward, Step
 from inference_engine.backends.op_list_executor import OpListExecutor
@@ -82,9 +84,11 @@ def tiny_config(*, windowed: bool = True) -> Qwen3Config:
     )
 
 
-def hybrid_config() -> GraniteMoeHybridConfig:
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def mamba_config() -> GraniteMoeHybridConfig:
     """As `tiny_config`, with recurrent states behind layers of the same numbers; no layer has a window of its own."""
-    linear, full = "linear_attention", "full_attention"
     return GraniteMoeHybridConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -100,7 +104,7 @@ def hybrid_config() -> GraniteMoeHybridConfig:
         mamba_chunk_size=16,
         max_position_embeddings=TRAINED_POSITIONS,
         position_embedding_type="rope",
-        layer_types=[full, full, full, linear],
+        layer_types=[FULL, FULL, FULL, LINEAR],
         initializer_range=0.3,
         pad_token_id=None,
         bos_token_id=None,
@@ -108,15 +112,46 @@ def hybrid_config() -> GraniteMoeHybridConfig:
     )
 
 
-def tiny_model(
-    *, seed: int = 0, windowed: bool = True, is_hybrid: bool = False, attention: str = "eager"
-) -> PreTrainedModel:
+def delta_config() -> Qwen3_5TextConfig:
+    """The same with the gated delta rule, which the native backend has kernels for."""
+    return Qwen3_5TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=TRAINED_POSITIONS,
+        layer_types=[FULL, FULL, FULL, LINEAR],
+        initializer_range=0.3,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+# Hybrids by the kind of their states; "" is TinyModel itself.
+MAMBA, DELTA = "mamba", "delta"
+_HYBRIDS: dict[str, tuple[type[PreTrainedModel], Callable[[], PretrainedConfig]]] = {
+    MAMBA: (GraniteMoeHybridForCausalLM, mamba_config),
+    DELTA: (Qwen3_5ForCausalLM, delta_config),
+}
+
+
+def tiny_model(*, seed: int = 0, windowed: bool = True, hybrid: str = "", attention: str = "eager") -> PreTrainedModel:
     """The model as transformers runs it (`attention="eager"`), or ready for the seam."""
-    config = hybrid_config() if is_hybrid else tiny_config(windowed=windowed)
+    kind, config_of = _HYBRIDS.get(hybrid, (Qwen3ForCausalLM, lambda: tiny_config(windowed=windowed)))
+    config: Any = config_of()
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return (GraniteMoeHybridForCausalLM if is_hybrid else Qwen3ForCausalLM)(config).eval()
+        model: PreTrainedModel = kind(config).eval()
+    return model
 
 
 @lru_cache(maxsize=8)
@@ -127,7 +162,7 @@ def tiny_forward(*, seed: int = 0, windowed: bool = True) -> TorchForward:
 @lru_cache(maxsize=8)
 def tiny_hybrid(*, seed: int = 0, windowed: bool = True) -> TorchForward:
     """windowed: without effect."""
-    return tiny_forward_on("cpu", seed=seed, is_hybrid=True)
+    return tiny_forward_on("cpu", seed=seed, hybrid=MAMBA)
 
 
 def tiny_forward_on(
@@ -139,7 +174,7 @@ def tiny_forward_on(
     records_graphs: bool = False,
     is_listed: bool = False,
     is_invariant: bool = False,
-    is_hybrid: bool = False,
+    hybrid: str = "",
 ) -> TorchForward:
     """A model of its own, with what its device may have; see TorchForward. is_listed: steps are lists of operations.
 
@@ -147,7 +182,7 @@ def tiny_forward_on(
     """
     if is_invariant:
         ops = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
-    model = tiny_model(seed=seed, windowed=windowed, is_hybrid=is_hybrid, attention=ATTENTION)
+    model = tiny_model(seed=seed, windowed=windowed, hybrid=hybrid, attention=ATTENTION)
     seam = Seam(model.to(torch.device(device)))
     facts = ModelFacts(
         model_id="tiny",
@@ -164,27 +199,27 @@ def tiny_forward_on(
 
 
 @lru_cache(maxsize=8)
-def tiny_latent(*, seed: int = 0, windowed: bool = True, is_hybrid: bool = False) -> LatentCodec:
+def tiny_latent(*, seed: int = 0, windowed: bool = True, hybrid: str = "") -> LatentCodec:
     """A latent codec for TinyModel, calibrated on random ids, fine enough that restoring differs little from full."""
     tokens = torch.randint(0, VOCABULARY, (8, 256), generator=torch.Generator().manual_seed(1))
     return calibrate(
-        tiny_model(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
+        tiny_model(seed=seed, windowed=windowed, hybrid=hybrid),
         torch.split(tokens, 4),
-        layers=latent_layers(_forward(seed, windowed, is_hybrid).geometry(**PAGES)),
+        layers=latent_layers(_forward(seed, windowed, hybrid).geometry(**PAGES)),
         bytes_per_token=LATENT_BYTES,
         group_layers=2,
     )
 
 
 @lru_cache(maxsize=8)
-def tiny_components(*, seed: int = 0, windowed: bool = True, is_hybrid: bool = False) -> ModelComponents:
+def tiny_components(*, seed: int = 0, windowed: bool = True, hybrid: str = "") -> ModelComponents:
     """Components of TinyModel's keys, calibrated on random ids."""
     tokens = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(1))
-    return fit_components(_forward(seed, windowed, is_hybrid), tokens)
+    return fit_components(_forward(seed, windowed, hybrid), tokens)
 
 
-def _forward(seed: int, windowed: bool, is_hybrid: bool) -> TorchForward:
-    return tiny_hybrid(seed=seed) if is_hybrid else tiny_forward(seed=seed, windowed=windowed)
+def _forward(seed: int, windowed: bool, hybrid: str) -> TorchForward:
+    return tiny_forward_on("cpu", seed=seed, hybrid=hybrid) if hybrid else tiny_forward(seed=seed, windowed=windowed)
 
 
 def tiny_engine(
@@ -204,10 +239,11 @@ def tiny_engine(
     forward = in_mode((make or tiny_forward)(seed=seed, windowed=windowed), mode)
     if on_step is not None:
         forward = WatchedForward(forward, on_step)
-    is_hybrid = bool(forward.geometry(**PAGES).states)
+    geometry = forward.geometry(**PAGES)
+    hybrid = "" if not geometry.states else MAMBA if geometry.open_chunk is None else DELTA
     extras: dict[str, Any] = {
-        "latent": tiny_latent(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
-        "components": tiny_components(seed=seed, windowed=windowed, is_hybrid=is_hybrid),
+        "latent": tiny_latent(seed=seed, windowed=windowed, hybrid=hybrid),
+        "components": tiny_components(seed=seed, windowed=windowed, hybrid=hybrid),
     }
     extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}
     config = EngineConfig(**{**SMALL, **settings})

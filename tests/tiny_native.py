@@ -21,7 +21,7 @@ from inference_engine.native import library as native_library
 from inference_engine.native.library import KVType, Library, ProductIdentity
 from inference_engine.types import Mode, ModelFacts
 from tests import tiny
-from tests.tiny import TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward, tiny_model
+from tests.tiny import DELTA, TRAINED_POSITIONS, VOCABULARY, tiny_engine, tiny_forward, tiny_model
 
 
 def library() -> Library:
@@ -43,18 +43,19 @@ def tiny_native(
     level: str = "auto",
     attends_together: bool = True,
     enlarged: str = "",
+    hybrid: str = "",
 ) -> NativeForward:
     """attends_together: False makes every session's queries read by views. enlarged: a part of the
-    last layer, "k_norm" or "v_proj", whose first output becomes a million times as large.
+    last layer, "k_norm" or "v_proj", whose first output becomes a million times as large. hybrid: as `tiny_model`.
     """
-    model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
+    model = tiny_model(seed=seed, windowed=windowed, hybrid=hybrid, attention=ATTENTION)
     if enlarged:
         model.get_submodule(f"model.layers.2.self_attn.{enlarged}").weight.data[0] *= 1e6
     checkpoint = LoadedTensors(model.state_dict())
     spec = spec_of_seam(Seam(model))
     program = Program(
         library(),
-        step_list(spec.config, spec.layers, checkpoint.names()),
+        step_list(spec.config, spec.layers, checkpoint.names(), spec.reads),
         checkpoint,
         spec.rotaries,
         trained_positions=TRAINED_POSITIONS,
@@ -77,6 +78,11 @@ def tiny_native(
     if not attends_together:
         forward._ops = replace(forward._ops, attends_together=False)
     return forward
+
+
+def tiny_native_hybrid(*, seed: int = 0, windowed: bool = True) -> NativeForward:
+    """windowed: without effect."""
+    return tiny_native(seed=seed, hybrid=DELTA)
 
 
 # What runs TinyModel in each mode: what serves on a CPU, where a step costs a third, and torch. Without a compiler both

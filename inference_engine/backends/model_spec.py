@@ -31,12 +31,14 @@ class RotaryTable:
 class ModelSpec:
     """A model as its list of operations is made from.
 
-    rotaries: the tables that layers rotate their keys with. parameters: shapes by transformers' names, in the text
-    model and beside it. short_positions, is_endless: as Geometry has them; SHORT_ROTARY is one of the rotaries then.
+    layers, reads, short_positions, is_endless: as Geometry has them. rotaries: the tables that layers rotate their
+    keys with; SHORT_ROTARY is one of them where there are short positions. parameters: shapes by transformers' names,
+    in the text model and beside it.
     """
 
     config: ListConfig
     layers: tuple[LayerGeometry, ...]
+    reads: tuple[int | None, ...]
     trained_positions: int
     rotaries: Mapping[str, RotaryTable]
     parameters: Mapping[str, tuple[int, ...]]

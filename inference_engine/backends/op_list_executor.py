@@ -231,7 +231,7 @@ class OpListExecutor:
         of_experts = _names_of_experts(names)
         buffers = {text_name(name): buffer for name, buffer in seam.model.named_buffers()}
         self.steps = step_list(
-            seam.model.config.get_text_config(), seam.layers, {*names, *buffers, *quantised, *of_experts}
+            seam.model.config.get_text_config(), seam.layers, {*names, *buffers, *quantised, *of_experts}, seam.reads
         )
         rotaries = {each.rotary for each in self.steps.operations if isinstance(each, Rotate)}
         turned = {name: 2 * len(seam.rotary_frequencies(name)[0]) for name in rotaries}

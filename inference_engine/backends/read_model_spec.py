@@ -14,6 +14,7 @@ from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, SHORT_ROTARY, UNROTATED, LayerTraits
 from inference_engine.models.families import ListConfig
+from inference_engine.models.mixers import original_name
 from inference_engine.models.seam import ATTENTION, Seam
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Of all tensors that a checkpoint has: parameters, tied ones once, and the buffers that are saved."""
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    return {name: tuple(tensor.shape) for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {original_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def spec_of_seam(seam: Seam) -> ModelSpec:
@@ -60,6 +62,7 @@ def spec_of_seam(seam: Seam) -> ModelSpec:
     return ModelSpec(
         config=ListConfig.of(seam.model.config.get_text_config()),
         layers=seam.layers,
+        reads=seam.reads,
         trained_positions=seam.trained_positions,
         rotaries={
             name: RotaryTable(angles=tuple(angles.tolist()), factor=factor) for name, (angles, factor) in tables.items()

@@ -403,6 +403,17 @@ class NoDraftMemories:
         raise AssertionError("nothing is demanded")
 
 
+# settle(states [bytes], held, kept, staged), between two steps: the layers of a session have `held` open entries and
+# `staged` ones behind them, of which the first `kept` stay. Whole chunks are folded into the state, and what does not
+# stay is wiped (`kv/parts/open_chunk.py`).
+Settle = Callable[[Tensor, int, int, int], None]
+
+
+def settle_nothing(*_: object) -> None:
+    """For a device whose states have no open chunk."""
+    raise AssertionError("its states have no open chunk")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVContext:
     """What sessions share: the model's geometry, the pool, the model's rotation.
@@ -414,8 +425,9 @@ class KVContext:
     Longer steps are faster in pieces, but for those of `busy_tokens` or more, which keep the device busy while the host
     launches them. None: there is no such length. most_positions_in_pieces: behind a longer history, attention outweighs
     all else in a step, and steps beyond recording have the faster one. open_index: makes an index of keys known to the
-    operation over regions. open_tiles: what writes its tiles. latent, components, draft_memories, tier: a latent
-    codec, components of keys by layer, memory for a drafter, and a second tier for entries, if there are any.
+    operation over regions. open_tiles: what writes its tiles. settle: folds open chunks of recurrent states. latent,
+    components, draft_memories, tier: a latent codec, components of keys by layer, memory for a drafter, and a second
+    tier for entries, if there are any.
     """
 
     geometry: Geometry
@@ -430,6 +442,7 @@ class KVContext:
     most_positions_in_pieces: int = 4096
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
+    settle: Settle = settle_nothing
     latent: TokenCodec | None = None
     components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)

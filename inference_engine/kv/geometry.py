@@ -143,11 +143,28 @@ class StateTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenChunk:
+    """Of a state that is one after whole chunks of `tokens`, counted from position 0: it has `room` for entries of the
+    tokens since, so that it can go back to each of these."""
+
+    tokens: int
+    room: int
+
+    def begin(self, position: int) -> int:
+        """Where the open chunk begins after so many tokens."""
+        return position - position % self.tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrent:
     """What a layer keeps of the whole history, however long: the state of linear attention or of a state space model,
-    the last inputs of a convolution. `kv/parts/recurrent.py` holds it."""
+    the last inputs of a convolution. `kv/parts/recurrent.py` holds it.
+
+    chunk: None for a state that is one after the last token, and of no other.
+    """
 
     tensors: tuple[StateTensor, ...]
+    chunk: OpenChunk | None = None
 
     @property
     def nbytes(self) -> int:
@@ -290,6 +307,11 @@ class Geometry:
     def state_layers(self) -> dict[int, Recurrent]:
         """The recurrent states of the layers of the model that have one, by their numbers."""
         return {number: state for number, state in enumerate(self.states) if state is not None}
+
+    @property
+    def open_chunk(self) -> OpenChunk | None:
+        """Of the recurrent states, which are all of one kind."""
+        return next((state.chunk for state in self.states if state is not None), None)
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

@@ -33,7 +33,7 @@ from inference_engine.kv.geometry import SHORT_ROTARY, Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import Mixer, Scoring, StagedQueries, StepReads
+from inference_engine.kv.views import Mixer, Scoring, StagedQueries, StatesOfStep, StepReads
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 MOST_RAGGED_TOKENS = 1024
@@ -238,6 +238,16 @@ class StepPlan:
             assert session.states is not None
             out[:, span.real] = session.states.mix(layer, mixer, hidden[:, span.real])
         return out
+
+    @property
+    def states(self) -> list[tuple[slice, int, StatesOfStep]]:
+        """Of each session whose layers keep states for kernels: its tokens in the step, the position of the first one,
+        and the states. To be asked for when the step is computed."""
+        return [
+            (span.real, session.next_position, states)
+            for session, span in zip(self._sessions, self.spans, strict=True)
+            if session.states is not None and (states := session.states.of_step()) is not None
+        ]
 
 
 class _Growth:

@@ -32,7 +32,8 @@ from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
-from inference_engine.kv.parts.recurrent import MOST_REJECTED, PrefixStates, RecurrentStates
+from inference_engine.kv.parts.open_chunk import most_rejected, reserve_states
+from inference_engine.kv.parts.recurrent import PrefixStates, RecurrentStates
 from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
 from inference_engine.kv.strategy import (
     KVStrategy,
@@ -90,7 +91,7 @@ class SessionKV:
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
         self.states: RecurrentStates | None = None  # one of the parts, if layers of the model have recurrent states
         # The most staged positions that a commit may reject beside others that it keeps.
-        self.most_rejected = MOST_REJECTED if context.geometry.states else sys.maxsize
+        self.most_rejected = most_rejected(context.geometry)
         self._resident: tuple[LayerEntries, ...] = ()  # the parts whose entries are not archived
         self._archived: tuple[ArchivedEntries, ...] = ()  # the part that archives and restores old entries, if any
         self._replayed: int | None = None  # while entries are recomputed: up to which position
@@ -293,10 +294,10 @@ class SessionKV:
 
         Entries are shared only if all of them stay in place unchanged and the order of summation is free. A short
         history is copied: that is cheaper than reading one more piece. Where layers have recurrent states, a prefix
-        ends where these are: after all that is committed, or with a shared prefix. Nothing is borrowed yet.
+        ends where these are, or with a shared prefix. Nothing is borrowed yet.
         """
         geometry, until = self.context.geometry, min(at, self.length)
-        if self.states is not None and until < self.length:
+        if self.states is not None and not self.states.holds(until):
             until = self.base if self.base <= until else 0
         if not until or not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
@@ -305,7 +306,7 @@ class SessionKV:
         if until - self.base < geometry.segment_tokens or len(lent[0]) == MOST_PIECES:
             return borrowed
         states: PrefixStates | None = None
-        if self.states is not None and (states := self.states.lend()) is None:
+        if self.states is not None and (states := self.states.lend(until)) is None:
             return borrowed
         return tuple(
             group.prefix_of((*pieces, group.piece(until)), None if place else states)
@@ -413,7 +414,7 @@ class SessionKV:
             self._archived = (archived,)
         if context.geometry.states:
             before = self._prefixes[0].states if self._prefixes else None
-            self.states = RecurrentStates.reserve(context, replays=plan.restorer.replays, prefix=before)
+            self.states = reserve_states(context, replays=plan.restorer.replays, prefix=before)
             if self.states is None:
                 return False
             self.parts += (self.states,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +30,16 @@ from inference_engine.kv.numbers import StepNumbers
 State = tuple[Tensor, ...]
 # mixer(hidden [1, n, H], state before or None) -> (output [1, n, H], state after); the state before stays as it is.
 Mixer = Callable[[Tensor, State | None], tuple[Tensor, State]]
+
+
+class StatesOfStep(NamedTuple):
+    """Where the kernels of a step find the recurrent states of a session, and where they write.
+
+    before: [bytes], the states; entries are written behind theirs. after: those behind the step; None: entries alone.
+    """
+
+    before: Tensor
+    after: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -225,6 +225,8 @@ _ROOTS = (
 )
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:(?P<expert>experts\.\d+)\.(?P<part>w[123])\.)?")
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+# OLMo Hybrid's state layers call their norms so.
+_NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
@@ -300,8 +302,10 @@ class SafetensorsCheckpoint(Checkpoint):
 def text_name(name: str) -> str:
     """The name that a tensor of the text model has if there is only that: without what leads to it among others.
 
-    Mixtral's experts are named as those of other families.
+    Mixtral's experts and OLMo Hybrid's norms are named as those of other families.
     """
+    for theirs, others in _NORMS.items():
+        name = name.replace(theirs, others)
     if (found := _MIXTRAL.search(name)) is not None:
         part = f"{found['expert']}.{_MIXTRAL_PARTS[found['part']]}." if found["expert"] else ""
         name = f"{name[: found.start()]}.mlp.{part}{name[found.end() :]}"

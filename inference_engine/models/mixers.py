@@ -132,6 +132,11 @@ class SessionMixer(nn.Module):
         return out
 
 
+def original_name(name: str) -> str:
+    """The name that a tensor of a model had before its modules with a state were replaced."""
+    return name.replace(".original.", ".")
+
+
 def _convolution(module: nn.Module) -> nn.Conv1d:
     """Over the sequence. It has the dtype of the module's inputs: no format quantises it."""
     return next(child for child in module.children() if isinstance(child, nn.Conv1d))

@@ -158,6 +158,84 @@ class Attend(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slice(Operation):
+    """output, from `offset` on = of each of `heads` pieces of `width` numbers of input, `count` from `first` on."""
+
+    input: str
+    output: str
+    heads: int
+    width: int
+    first: int
+    count: int
+    offset: int = 0
+
+    def plain(self, step: PlainStep) -> None:
+        states = step.registers[self.input]
+        own = states.view(len(states), self.heads, self.width)[..., self.first : self.first + self.count].flatten(1)
+        before, end = step.registers.get(self.output), self.offset + own.shape[1]
+        out = states.new_empty(len(states), max(end, 0 if before is None else before.shape[1]))
+        if before is not None:
+            out[:, : before.shape[1]] = before
+        out[:, self.offset : end] = own
+        step.registers[self.output] = out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Convolve(Operation):
+    """output = activation of a causal convolution of each number of input over the session's last tokens, this one
+    behind them. weights: tensors [numbers, 1, taps], one below the other. state: which of `StepList.states` keeps the
+    inputs before the step."""
+
+    input: str
+    output: str
+    weights: tuple[str, ...]
+    state: int
+    bias: str | None = None
+    activation: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeltaRule(Operation):
+    """The gated delta rule (Yang et al., arXiv 2412.06464): per head a matrix S of the whole history, keys by values,
+
+        S ← decay · S,  S ← S + k (beta · (v - kᵀ S))ᵀ,  output = qᵀ S
+
+    input: queries, keys and values of a token, one behind the other; queries and keys are normed here. gate: the logits
+    of beta, then what `decay` and `bias` make the decay of: exp(-exp(decay) · softplus(x + bias)). doubles: is beta up
+    to 2? state: of `StepList.states`, which has the sizes. It may write into its inputs.
+    """
+
+    input: str
+    gate: str
+    output: str
+    decay: str
+    bias: str
+    state: int
+    doubles: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatedNorm(Operation):
+    """output = norm(input) · silu(gate): a root mean square norm of `heads` pieces of `width` numbers."""
+
+    input: str
+    gate: str
+    output: str
+    weights: str
+    epsilon: float
+    width: int
+    heads: int
+
+    def plain(self, step: PlainStep) -> None:
+        states, gate = step.registers[self.input], step.registers[self.gate].float()
+        part = states.float().view(len(states), self.heads, self.width)
+        normed = (
+            part * (part.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * step.tensor(self.weights).float()
+        )
+        step.registers[self.output] = (normed.flatten(1) * gate * gate.sigmoid()).to(states.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Add(Operation):
     """output += input · factor."""
 
@@ -269,14 +347,31 @@ class Softcap(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateSizes:
+    """What a layer keeps of the history: the inputs of a convolution of `channels` numbers over `taps` tokens, and of
+    each of `value_heads` heads a matrix of `key_dim` · `value_dim` numbers, which share `key_heads` keys. layer: of the
+    model."""
+
+    layer: int
+    channels: int
+    taps: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepList:
-    """The operations of a step, and the numbers that each register holds for one token."""
+    """The operations of a step, and the numbers that each register holds for one token. states: of the layers that keep
+    a recurrent state."""
 
     operations: tuple[Operation, ...]
     widths: dict[str, int]
     layers: tuple[LayerGeometry, ...]
     hidden: int
     vocabulary: int
+    states: tuple[StateSizes, ...] = ()
 
 
 class OperationKernels(Generic[K]):

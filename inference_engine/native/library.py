@@ -120,6 +120,10 @@ class Kind(enum.IntEnum):
     GIVEN = 11
     WRITE = 12
     SIGMOID_GATE = 13
+    SLICE = 14
+    CONVOLVE = 15
+    DELTA_RULE = 16
+    GATED_NORM = 17
 
 
 class Routing(enum.IntFlag):
@@ -345,14 +349,32 @@ class Rotary(ctypes.Structure):
     )
 
 
+_OF_STATE = ("channels", "taps", "key_heads", "value_heads", "key_dim", "value_dim", "chunk", "room")
+
+
+class NativeState(ctypes.Structure):
+    """What a layer keeps of a session's history."""
+
+    _fields_ = (*((name, ctypes.c_int32) for name in _OF_STATE), ("offset", ctypes.c_int64))
+
+
+class StateSpan(ctypes.Structure):
+    """The tokens of one session in a step, and where its states are. The caller keeps these alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("first", "count", "position")),
+        *((name, ctypes.c_void_p) for name in ("before", "after")),
+    )
+
+
 class NativeStep(ctypes.Structure):
     """The arrays of one step. The caller keeps them alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("ids", "positions", "writes", "regions", "pool")),
         *((name, ctypes.c_void_p) for name in ("logit_queries", "logits", "taps", "tapped")),
-        *((name, ctypes.c_void_p) for name in ("given", "largest")),
-        *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary")),
+        *((name, ctypes.c_void_p) for name in ("given", "spans", "largest")),
+        *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary", "span_count")),
         ("tap_count", ctypes.c_int32),
     )
     tokens: int
@@ -526,7 +548,7 @@ class Library:
             )
         structures = (
             *(NativeMatrix, AttentionArguments, NativeOperation, NativeLayer, Rotary, NativeStep, CodedEntries),
-            *(KeyIndex, NativeLayerDecoder, NativeArchive, RestoredRun, TrellisCodes),
+            *(KeyIndex, NativeLayerDecoder, NativeArchive, RestoredRun, TrellisCodes, NativeState, StateSpan),
         )
         sizes = (ctypes.c_int64 * len(structures))()
         functions.kakeya_sizes(sizes)
@@ -562,7 +584,7 @@ class Library:
         kv_type: KVType,
         *arrays: ctypes.Array[Any],
     ) -> int:
-        """The address of a program over these arrays: operations, matrices, vectors, layers, rotations, widths.
+        """The address of a program over these arrays: operations, matrices, vectors, layers, rotations, states, widths.
 
         Raises MemoryError.
         """
@@ -579,6 +601,10 @@ class Library:
     def run(self, program: int, step: NativeStep, first: int, end: int) -> bool:
         """The operations [first, end) of a step. False if there is no memory for its registers."""
         return not self._functions.kakeya_run(program, ctypes.byref(step), first, end)
+
+    def settle(self, program: int, states: int, held: int, kept: int, staged: int) -> bool:
+        """The states of one session, at this address, between two steps. False if there is no memory for it."""
+        return not self._functions.kakeya_settle(program, states, held, kept, staged)
 
     def register(self, program: int, index: int, count: int) -> Floats:
         """The first `count` numbers of a register, a view that is valid until the next step."""
@@ -652,9 +678,10 @@ def _declare(functions: ctypes.CDLL) -> None:
         "weigh": (integer, (pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
-        "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 6)),
+        "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 7)),
         "close_program": (None, (pointer,)),
         "run": (integer, (pointer, ctypes.POINTER(NativeStep), integer, integer)),
+        "settle": (integer, (pointer, pointer, long, long, long)),
         "register": (pointer, (pointer, integer)),
     }
     for name, (result, arguments) in declared.items():

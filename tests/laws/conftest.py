@@ -2,8 +2,9 @@
 
 On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
 alone: `make laws-mlx`, which continuous integration runs. `--executor hybrid` runs them on a model of its own on torch,
-whose layers have recurrent states; `make test` has some of those cases, `make test-further` one of each law and
-strategy. `--strategies` leaves the laws of the strategies it names.
+whose layers have recurrent states, `--executor hybrid-native` on one of the native backend; `make test` has some of
+those cases, `make test-further` one of each law and strategy. `--strategies` leaves the laws of the strategies it
+names.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests import tiny
 from tests.further import make_further
 from tests.laws import variants
 from tests.laws.variants import by_turns
-from tests.tiny_native import run_on
+from tests.tiny_native import run_on, tiny_native_hybrid
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
@@ -56,8 +57,9 @@ OF_THE_ENGINE = (
 # Memory that is granted as a session grows: MLX gives it all at once.
 GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
-HYBRID = "hybrid"
-BATCHED = (MLX, HYBRID)  # they have batched mode alone
+HYBRID, HYBRID_NATIVE = "hybrid", "hybrid-native"
+HYBRIDS = (HYBRID, HYBRID_NATIVE)
+BATCHED = (MLX, *HYBRIDS)  # they have batched mode alone
 SOME = 1
 # With every variant, whose other values take turns. In the others, variants of one mechanism do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
@@ -76,6 +78,8 @@ def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
         # A token alone and in a chunk give states that differ by rounding, and of two numbers at the edge of a code
         # one may be coded otherwise. A state that is wrong makes a difference near 1.
         monkeypatch.setattr(variants, "ROUNDING", 1e-2)
+    if executor == HYBRID_NATIVE:
+        run_on(tiny_native_hybrid, monkeypatch)
     if executor == MLX:
         from tests.mlx.tiny import tiny_mlx
 
@@ -109,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(others)]
     laws = [item for item in items if HERE in item.path.parents]
     on = {name: {item for item in laws if _given(item).get("executor") == name} for name in BATCHED}
-    elsewhere = on[MLX] | on[HYBRID]
+    elsewhere = set().union(*on.values())
     for item in _waiting([item for item in laws if item not in elsewhere]):
         make_further(item)
     able = {name: [item for item in laws if item in on[name] and _can_be(item)] for name in BATCHED}
@@ -143,9 +147,8 @@ def _can_be(item: pytest.Item) -> bool:
     """Not about what its executor refuses."""
     given = _given(item)
     grows = given.get("executor") == MLX and any(given.get(name) == value for name, value in GROWING.items())
-    on_hybrid = given.get("executor") == HYBRID
-    is_about_entries = on_hybrid and getattr(item, "originalname", "") in OF_ENTRIES
-    has_edges = on_hybrid and _has_edges(given.get("strategy"))
+    is_about_entries = given.get("executor") in HYBRIDS and getattr(item, "originalname", "") in OF_ENTRIES
+    has_edges = given.get("executor") == HYBRID and _has_edges(given.get("strategy"))
     return not grows and not is_about_entries and not has_edges and Mode.FIXED_SHAPE not in given.values()
 
 

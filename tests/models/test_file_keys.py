@@ -206,6 +206,7 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
             "conv_kernel_dim": 3,
         }.items()
     },
+    "linear_allow_neg_eigval": ("olmo_hybrid", {}, False),
     "full_attention_interval": ("qwen3_next", {"layer_types": None, "full_attention_interval": 2}, 1),
     "rms_norm_eps": ("llama", {}, 0.1),
     "max_position_embeddings": ("llama", {}, 64),
@@ -297,6 +298,14 @@ OTHERS = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
+    ),
+    "olmo_hybrid": configured(
+        "OlmoHybrid",
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
     ),
     "qwen2_moe": configured(
         "Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16

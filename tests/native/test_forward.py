@@ -15,9 +15,13 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
+from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_moe import Qwen3MoeConfig
+from transformers.models.qwen3_next import Qwen3NextConfig
 from transformers.models.smollm3 import SmolLM3Config
 
 from inference_engine.backends.base import Forward, Result, Step
@@ -62,6 +66,10 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(num_hidden_layers=2),
     "mixtral": MixtralConfig(num_hidden_layers=2),
     "glm4_moe": Glm4MoeConfig(num_hidden_layers=3, routed_scaling_factor=1.5, use_qk_norm=True),
+    "qwen3_5": Qwen3_5TextConfig(num_hidden_layers=4),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(num_hidden_layers=4),
+    "qwen3_next": Qwen3NextConfig(num_hidden_layers=4, norm_topk_prob=False),
+    "olmo_hybrid": OlmoHybridConfig(num_hidden_layers=4, linear_allow_neg_eigval=True),
 }
 KINDS = [
     (ProductIdentity.EXACT, "auto"),

@@ -79,6 +79,7 @@ class MlxForward:
     def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
         return Geometry(
             layers=self.spec.layers,
+            reads=self.spec.reads,
             itemsize=self.compute_dtype.itemsize,
             trained_positions=self.spec.trained_positions,
             short_positions=self.spec.short_positions,

@@ -66,7 +66,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         model_id=checked.model_id,
         vocab_size=program.steps.vocabulary,
         trained_positions=spec.trained_positions,
-        layers=len(program.steps.layers),
+        layers=len(spec.reads),
         hidden_size=program.steps.hidden,
         device="mlx",
         dtype=config.dtype,

@@ -56,7 +56,7 @@ class MLXProgram:
 
         Raises NoStepListError for a list that is not one of a model, ModelError for weights that do not fit it.
         """
-        self.steps = steps = step_list(spec.config, spec.layers, names)
+        self.steps = steps = step_list(spec.config, spec.layers, names, spec.reads)
         self.dtype = dtype
         self._trained = spec.trained_positions
         self._rotaries = {name: (table.frequencies, table.factor) for name, table in spec.rotaries.items()}

@@ -12,6 +12,7 @@ are read. Everything is computed in float32.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -51,8 +52,9 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.plan import StepPlan
 from inference_engine.models.operations import Attend
-from inference_engine.native.library import AttentionArguments, Kernels, KVType, NativeStep, Threads
+from inference_engine.native.library import AttentionArguments, Kernels, KVType, NativeStep, StateSpan, Threads
 from inference_engine.types import Mode, ModelFacts
 
 _BYTES = 8  # of each number of a step
@@ -98,6 +100,7 @@ class NativeForward:
         )
         self._indexes = NativeIndexes(tables, turns, program.identity)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
+        self._states = program.states(len(spec.reads))
         self._arguments: _Arguments | None = None  # of the last step
 
     @property
@@ -150,6 +153,8 @@ class NativeForward:
         token_quantum, key_quantum = self._quanta
         return Geometry(
             layers=self.spec.layers,
+            reads=self.spec.reads,
+            states=self._states,
             itemsize=self._kv_dtype.itemsize,
             trained_positions=self.spec.trained_positions,
             short_positions=self.spec.short_positions,
@@ -173,7 +178,11 @@ class NativeForward:
             ops=self._ops,
             coder=self._coder,
             open_index=self._indexes.open,
+            settle=self._settle,
         )
+
+    def _settle(self, states: Tensor, held: int, kept: int, staged: int) -> None:
+        self.program.settle(states.data_ptr(), held, kept, staged)
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
@@ -215,6 +224,8 @@ class NativeForward:
         native = self._arguments.filled(step)
         native.logits = _address_of(logits)
         native.tapped = None if tapped is None else tapped.data_ptr()
+        spans = _spans(plan) if self._states else ()
+        native.spans, native.span_count = ctypes.addressof(spans) if spans else None, len(spans)
         if plan.is_numbers_only:
             self.program.run(native)
         else:
@@ -384,6 +395,22 @@ def _address_of(array: NDArray[Any]) -> int:
     """Without the object that `array.ctypes` makes."""
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def _spans(plan: StepPlan) -> ctypes.Array[StateSpan]:
+    found = plan.states
+    return (StateSpan * len(found))(
+        *(
+            StateSpan(
+                tokens.start,
+                tokens.stop - tokens.start,
+                position,
+                states.before.data_ptr(),
+                None if states.after is None else states.after.data_ptr(),
+            )
+            for tokens, position, states in found
+        )
+    )
 
 
 def _write_offsets(kv_heads: Sequence[int]) -> tuple[NDArray[np.int64], int]:

@@ -58,7 +58,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         spec = _tried(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
         check_fits(checkpoint, spec.parameters)
-        steps = step_list(spec.config, spec.layers, text_names(checkpoint, spec.parameters))
+        steps = step_list(spec.config, spec.layers, text_names(checkpoint, spec.parameters), spec.reads)
         program = Program(
             library,
             steps,
@@ -79,7 +79,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
         model_id=checked.model_id,
         vocab_size=steps.vocabulary,
         trained_positions=spec.trained_positions,
-        layers=len(steps.layers),
+        layers=len(spec.reads),
         hidden_size=steps.hidden,
         kv_dtype=program.kv_type.name.lower(),
         device="cpu",
@@ -149,7 +149,7 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]
 
     The list of operations takes what is there: a bias or a norm that the model has no place for would change it.
     """
-    wanted = _tensors(parameters)
+    wanted = _as_stored(checkpoint, _tensors(parameters))
     is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice, with the same numbers
     for name, shape in wanted.items():
         checkpoint.tensor(name, shape)
@@ -159,6 +159,19 @@ def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]
             raise ModelError(
                 f"{checkpoint.path}: {name} has no place in a model of this configuration; the weights do not fit it"
             )
+
+
+def _as_stored(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same where a convolution is stored as one for each of queries, keys and values."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in wanted.items():
+        head, _, last = name.rpartition(".conv1d.weight")
+        parts = [f"{head}.{one}_conv1d.weight" for one in "qkv"]
+        if last or not head or name in checkpoint.names() or not {*parts}.issubset(checkpoint.names()):
+            found[name] = shape
+            continue
+        found |= {part: (checkpoint.tensor(part).shape[0], *shape[1:]) for part in parts}
+    return found
 
 
 def text_names(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,16 +22,19 @@ from numpy.typing import NDArray
 from inference_engine.backends.model_spec import RotaryTable
 from inference_engine.backends.native.tile_memory import TileMemory
 from inference_engine.errors import BackendError, ModelError, NotNative, Overloaded
-from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY
+from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY, OpenChunk, Recurrent, StateTensor
 from inference_engine.models.checkpoint import unpacked
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.mapped import let_go
 from inference_engine.models.operations import (
     Add,
     Attend,
+    Convolve,
+    DeltaRule,
     Embed,
     Experts,
     Gated,
+    GatedNorm,
     Given,
     Norm,
     Operation,
@@ -39,6 +43,7 @@ from inference_engine.models.operations import (
     Rotate,
     Select,
     SigmoidGate,
+    Slice,
     Softcap,
     StepList,
     Tap,
@@ -53,6 +58,7 @@ from inference_engine.native.library import (
     NativeLayer,
     NativeMatrix,
     NativeOperation,
+    NativeState,
     NativeStep,
     PackError,
     ProductIdentity,
@@ -64,6 +70,8 @@ from inference_engine.native.library import (
 from inference_engine.native.library import Kernels as NativeKernels
 
 _LANES = 16
+# Tokens of an open chunk, and the entries that there is room for: 8 draft tokens behind those of a chunk and one.
+_CHUNK, _OPEN = 8, 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
@@ -73,6 +81,10 @@ _WHY = {
     PackError.BROKEN_BLOCKS: "{name} is stored as {encoding}, and its rows are not whole blocks of that",
     PackError.TOO_LARGE: "{name} has numbers that {wanted} cannot hold or that are not finite; use backend=torch",
 }
+_SMALL = (
+    *("mlp.gate.weight", "shared_expert_gate.weight"),
+    *(f"linear_attn.{name}.weight" for name in ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj")),
+)
 WEIGHTS: Mapping[str, Format | None] = {
     "auto": None,
     "float32": Format.FLOAT32,
@@ -173,6 +185,31 @@ class Program:
                     f"no memory is left for a step of {step.tokens} tokens; send fewer at a time"
                 ) from MemoryError()
 
+    def settle(self, states: int, held: int, kept: int, staged: int) -> None:
+        """As `Settle` of `kv/context.py`, of states at this address. Raises Overloaded without memory."""
+        with self.threads.lock:
+            assert self._end.alive, "the program is closed"
+            if not self.library.settle(self._address, states, held, kept, staged):
+                raise Overloaded("no memory is left to fold recurrent states") from MemoryError()
+
+    def states(self, layers: int) -> tuple[Recurrent | None, ...]:
+        """By layer of a model of `layers`, what it keeps of the history; () if no layer does."""
+        found: dict[int, Recurrent | None] = {
+            one.layer: Recurrent((StateTensor((numbers,), "float32", 4),), OpenChunk(tokens=_CHUNK, room=_OPEN))
+            for one, numbers in zip(self.steps.states, self._state_numbers, strict=True)
+        }
+        return tuple(found.get(number) for number in range(layers)) if found else ()
+
+    @property
+    def _state_numbers(self) -> list[int]:
+        numbers = (
+            one.value_heads * one.key_dim * one.value_dim
+            + _OPEN * (one.key_heads * one.key_dim + one.value_heads * (one.value_dim + 1))
+            + (one.taps - 1 + _OPEN) * one.channels
+            for one in self.steps.states
+        )
+        return [-(-each // _LANES) * _LANES for each in numbers]
+
     def register(self, name: str, tokens: int) -> NDArray[np.float32]:
         """[tokens, width], a view that is valid until the next step."""
         assert self._end.alive, "the program is closed"
@@ -215,10 +252,19 @@ class Program:
                 for name in self.tables
             )
         )
-        widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())
-        return self.library.open_program(
-            self.kernels, self.threads, identity, self.kv_type, operations, matrices, vectors, layers, tables, widths
+        starts = [0, *accumulate(self._state_numbers)]
+        states = (NativeState * len(self.steps.states))(
+            *(
+                NativeState(
+                    *(one.channels, one.taps, one.key_heads, one.value_heads, one.key_dim, one.value_dim),
+                    *(_CHUNK, _OPEN, start),
+                )
+                for one, start in zip(self.steps.states, starts, strict=False)
+            )
         )
+        arrays = operations, matrices, vectors, layers, tables, states
+        widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())
+        return self.library.open_program(self.kernels, self.threads, identity, self.kv_type, *arrays, widths)
 
     def lowered(self, operation: Operation) -> NativeOperation:
         """The structure of an operation, of all that is not weights."""
@@ -275,6 +321,7 @@ _PLACES: Mapping[str, tuple[str, Callable[[Program, Any], int | float]]] = {
     "register": ("input", lambda program, name: program.registers[name]),
     **{name: ("second", lambda program, name: program.registers[name]) for name in ("router", "gate")},
     **{name: (name, lambda _, number: number) for name in ("layer", "heads", "width", "offset")},
+    "state": ("layer", lambda _, number: number),
     **{name: ("number", lambda _, number: number) for name in ("epsilon", "factor", "scaling", "limit")},
     "softcap": ("other", lambda _, number: number),
     "activation": ("activation", lambda _, name: _ACTIVATIONS.index(name)),
@@ -305,6 +352,47 @@ def _embed(program: Program, operation: Embed) -> Iterable[NativeOperation]:
 def _norm(program: Program, operation: Norm) -> Iterable[NativeOperation]:
     one, weights = program.lowered(operation), program.numbers(operation.weights, operation.width)
     one.vector = program.vector(weights + np.float32(1) if operation.plus_one else weights)
+    yield one
+
+
+@KERNELS.of(GatedNorm)
+def _gated_norm(program: Program, operation: GatedNorm) -> Iterable[NativeOperation]:
+    one = program.lowered(operation)
+    one.vector = program.vector(program.numbers(operation.weights, operation.width))
+    yield one
+
+
+@KERNELS.of(Slice)
+def _slice(program: Program, operation: Slice) -> Iterable[NativeOperation]:
+    one = program.lowered(operation)
+    one.offset, one.layer, one.flag = operation.first, operation.offset, operation.count
+    yield one
+
+
+@KERNELS.of(Convolve)
+def _convolve(program: Program, operation: Convolve) -> Iterable[NativeOperation]:
+    one, sizes = program.lowered(operation), program.steps.states[operation.state]
+    tensors = [program.packed.checkpoint.tensor(name) for name in operation.weights]
+    shapes = [tensor.shape for tensor in tensors]
+    if any(shape[1:] != (1, sizes.taps) for shape in shapes) or sum(shape[0] for shape in shapes) != sizes.channels:
+        raise ModelError(
+            f"{', '.join(operation.weights)}: shapes {', '.join(map(str, shapes))}, the configuration asks for "
+            f"{sizes.channels} channels and {sizes.taps} taps; the weights do not fit config.json"
+        )
+    together = np.concatenate([tensor.as_float32().reshape(-1, sizes.taps) for tensor in tensors])
+    by_tap = np.ascontiguousarray(together.T)
+    one.vector, one.flag = program.vector(by_tap.reshape(-1)), operation.activation == "silu"
+    if operation.bias is not None:
+        one.matrix = program.vector(program.numbers(operation.bias, sizes.channels))
+    yield one
+
+
+@KERNELS.of(DeltaRule)
+def _delta_rule(program: Program, operation: DeltaRule) -> Iterable[NativeOperation]:
+    one, heads = program.lowered(operation), program.steps.states[operation.state].value_heads
+    one.vector = program.vector(-np.exp(program.numbers(operation.decay, heads)))
+    program.vector(program.numbers(operation.bias, heads))
+    one.flag = operation.doubles
     yield one
 
 
@@ -567,8 +655,9 @@ def packed_format(name: str, tensor: SourceTensor, weights: str) -> Format:
             f"weights={weights} is for files of floating-point numbers; {name} is stored as {tensor.encoding}. "
             "Start with weights=auto, which keeps the numbers of the file"
         )
-    # Routers are tiny and choose; embeddings and heads lose most in four bits.
-    if name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")):
+    # Routers are tiny and choose, and so is what says how long a state remembers; embeddings and heads lose most in
+    # four bits.
+    if name.endswith(_SMALL):
         return Format[stored.tile]
     if wanted is Format.INT4 and ("embed_tokens" in name or "lm_head" in name):
         return Format.INT8

@@ -40,7 +40,7 @@ def try_list(
         twin = Twin(kind, config, traits, sizes or TwinSizes())
     checkpoint = LoadedTensors(twin.tensors)
     spec = spec_of_seam(twin.seam)
-    steps = step_list(spec.config, spec.layers, checkpoint.names())
+    steps = step_list(spec.config, spec.layers, checkpoint.names(), spec.reads)
     check_rotation(twin, spec)
     program = Program(
         library,

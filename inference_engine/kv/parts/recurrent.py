@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved
-from inference_engine.kv.views import Mixer, StagedQueries, State, StepReads
+from inference_engine.kv.views import Mixer, StagedQueries, State, StatesOfStep, StepReads
 
 # Inputs of longer steps are not kept: in a prefill they would be larger than the states. Drafts are shorter.
 _MOST_KEPT_INPUTS = 64
@@ -89,25 +90,26 @@ class PrefixStates:
     them back. Until the engine's thread has copied them, they are those of `source`, which does not move on before.
     """
 
-    def __init__(self, context: KVContext, allocation: Allocation, source: States) -> None:
+    def __init__(self, context: KVContext, allocation: Allocation, source: RecurrentStates, position: int) -> None:
         demand = states_demand(context.geometry)
         self.allocation = allocation
         self.nbytes = allocation.nbytes
-        self.position = source.position
-        self._source: States | None = source
-        self._states = States(source.layers, context.pool.run(demand, allocation.starts[0]).view(torch.uint8))
+        self.position = position
+        self._source: RecurrentStates | None = source
+        memory = context.pool.run(demand, allocation.starts[0]).view(torch.uint8)
+        self._states = States(context.geometry.state_layers, memory)
 
     @staticmethod
-    def reserve(context: KVContext, source: States) -> PrefixStates | None:
+    def reserve(context: KVContext, source: RecurrentStates, position: int) -> PrefixStates | None:
         """None, and nothing taken, if the pool has no room."""
         demands = RecurrentStates.demands(context.geometry, replays=False)
         allocation = Allocation.reserve(context.pool, demands, itemsize=context.geometry.itemsize)
-        return None if allocation is None else PrefixStates(context, allocation, source)
+        return None if allocation is None else PrefixStates(context, allocation, source, position)
 
     def fill(self) -> None:
         """Engine's thread."""
-        if self._source is not None and self._source.position == self.position:
-            self._states.copy_from(self._source)
+        if self._source is not None and self._source.holds(self.position):
+            self._source.copy_to(self._states, self.position)
             self._source = None
 
     @property
@@ -161,12 +163,12 @@ class RecurrentStates(Part):
         demands = RecurrentStates.demands(geometry, replays=False)
         return allocation_bytes(demands, itemsize=geometry.itemsize)
 
-    @staticmethod
-    def reserve(context: KVContext, *, replays: bool, prefix: PrefixStates | None = None) -> RecurrentStates | None:
+    @classmethod
+    def reserve(cls, context: KVContext, *, replays: bool, prefix: PrefixStates | None = None) -> Self | None:
         """None, and nothing taken, if the pool has no room."""
         demands = RecurrentStates.demands(context.geometry, replays=replays)
         allocation = Allocation.reserve(context.pool, demands, itemsize=context.geometry.itemsize)
-        return None if allocation is None else RecurrentStates(context, allocation, demands, prefix)
+        return None if allocation is None else cls(context, allocation, demands, prefix)
 
     @property
     def runs(self) -> Sequence[Run]:
@@ -179,14 +181,25 @@ class RecurrentStates(Part):
         ends = [*self._lent, *([] if self._prefix is None else [self._prefix])]
         return next((each.states for each in ends if each.position == position), None)
 
+    def holds(self, position: int) -> bool:
+        """Are the states there after so many tokens?"""
+        return self._after(position) is not None
+
+    def copy_to(self, to: States, position: int) -> None:
+        """Those that it holds after so many tokens."""
+        states = self._after(position)
+        assert states is not None
+        to.copy_from(states)
+
     # -- a shared prefix -------------------------------------------------------------------------------------------
 
-    def lend(self) -> PrefixStates | None:
-        """The states after all committed tokens, for a fork that reads their entries. None if the pool has no room."""
+    def lend(self, position: int) -> PrefixStates | None:
+        """The states after so many tokens, which it holds, for a fork that reads their entries. None if the pool has no
+        room."""
         for each in self._lent:
-            if each.position == self.committed.position:
+            if each.position == position:
                 return each
-        if (lent := PrefixStates.reserve(self._context, self.committed)) is not None:
+        if (lent := PrefixStates.reserve(self._context, self, position)) is not None:
             self._lent.append(lent)
         return lent
 
@@ -206,9 +219,10 @@ class RecurrentStates(Part):
         first = int(positions[0])
         for lent in self._lent:
             lent.fill()
-        if first and first != self.committed.position and (end := self._after(first)) is not None:
-            self.committed.copy_from(end)
         replayed = self._replayed
+        is_replay = replayed is not None and first == replayed.position
+        if first and first != self.committed.position and not is_replay and self.holds(first):
+            self.copy_to(self.committed, first)
         if first == self.committed.position:
             self._of = self.committed
             if replayed is not None:
@@ -226,6 +240,10 @@ class RecurrentStates(Part):
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         return sys.maxsize
+
+    def of_step(self) -> StatesOfStep | None:
+        """For kernels that compute the staged tokens before they are committed. None: modules do, by `mix`."""
+        return None
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """The output [1, n, H] of a state layer for the staged tokens, whose inputs are `hidden` [1, n, H]."""
@@ -281,9 +299,7 @@ class RecurrentStates(Part):
     # -- as a whole ------------------------------------------------------------------------------------------------
 
     def copy_from(self, other: RecurrentStates, length: int) -> None:
-        states = other._after(length)
-        assert states is not None
-        self.committed.copy_from(states)
+        other.copy_to(self.committed, length)
 
     def save(self, length: int) -> Saved:
         if not length:
@@ -298,7 +314,7 @@ class RecurrentStates(Part):
         self.committed.position = length
 
     def can_rewind(self, at: int, length: int) -> bool:
-        return self._after(at) is not None
+        return self.holds(at)
 
     def forget(self, at: int, length: int) -> None:
         self._working.clear()

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.families import gemma, llama, mixtures
+from inference_engine.models.families import delta_rule, gemma, llama, mixtures
 from inference_engine.models.families.family import Family, Scalar
 from inference_engine.models.families.list_writer import LANES, ListWriter
 from inference_engine.models.operations import NoStepListError, StepList
@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
-    {kind: each for module in (llama, gemma, mixtures) for each in module.FAMILIES for kind in each.model_types}
+    {
+        kind: each
+        for module in (llama, gemma, mixtures, delta_rule)
+        for each in module.FAMILIES
+        for kind in each.model_types
+    }
 )
 
 
@@ -50,9 +55,13 @@ def check_family(config: Any) -> Family[Any]:
 
 
 def step_list(
-    config: PretrainedConfig | ListConfig, layers: Sequence[LayerGeometry], names: Collection[str]
+    config: PretrainedConfig | ListConfig,
+    layers: Sequence[LayerGeometry],
+    names: Collection[str],
+    reads: Sequence[int | None] = (),
 ) -> StepList:
-    """The list of a model. config: of its text model; names: of the tensors in its checkpoint.
+    """The list of a model. config: of its text model; names: of the tensors in its checkpoint; layers, reads: as
+    Geometry has them.
 
     Raises NoStepListError if there is none.
     """
@@ -64,6 +73,7 @@ def step_list(
         vocabulary=made.vocab_size,
         epsilon=made.rms_norm_eps,
         geometries=layers,
+        reads=reads or range(len(layers)),
         names=frozenset(names),
     )
     family.write(writer, made)

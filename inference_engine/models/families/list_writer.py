@@ -6,7 +6,7 @@ reads is in the checkpoint, and every size is one that kernels take.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inference_engine.errors import ConfigError
@@ -15,9 +15,12 @@ from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 from inference_engine.models.operations import (
     Add,
     Attend,
+    Convolve,
+    DeltaRule,
     Embed,
     Experts,
     Gated,
+    GatedNorm,
     Norm,
     NoStepListError,
     Operation,
@@ -25,7 +28,9 @@ from inference_engine.models.operations import (
     Rotate,
     Select,
     SigmoidGate,
+    Slice,
     Softcap,
+    StateSizes,
     StepList,
     Tap,
 )
@@ -38,16 +43,19 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedLayer:
-    """index: its number. prefix: of the names of its tensors."""
+    """index: its number in the model. prefix: of the names of its tensors. stored: its number among the layers that
+    keep entries; None, as `geometry` is, of one without attention."""
 
     index: int
     prefix: str
-    geometry: LayerGeometry
+    stored: int | None
+    geometry: LayerGeometry | None
 
 
 @dataclass(kw_only=True, slots=True)
 class ListWriter:
-    """A list while it is written. geometries: of each layer. names: of the tensors in the checkpoint.
+    """A list while it is written. geometries, reads: the layers and reads of Geometry. names: of the tensors in the
+    checkpoint.
 
     epsilon, plus_one: of all norms; see `Norm`.
     """
@@ -55,11 +63,13 @@ class ListWriter:
     hidden: int
     vocabulary: int
     geometries: Sequence[LayerGeometry]
+    reads: Sequence[int | None]
     names: Collection[str]
     epsilon: float
     plus_one: bool = False
     operations: list[Operation] = field(default_factory=list)
     widths: dict[str, int] = field(default_factory=dict)
+    states: list[StateSizes] = field(default_factory=list)
 
     def list(self) -> StepList:
         return StepList(
@@ -68,6 +78,7 @@ class ListWriter:
             layers=tuple(self.geometries),
             hidden=self.hidden,
             vocabulary=self.vocabulary,
+            states=tuple(self.states),
         )
 
     def has(self, name: str) -> bool:
@@ -83,21 +94,38 @@ class ListWriter:
 
     def layers(self) -> Iterator[ListedLayer]:
         """The layers, one after another. Behind each, steps may ask for its hidden states."""
-        for index, geometry in enumerate(self.geometries):
-            yield ListedLayer(index=index, prefix=f"model.layers.{index}.", geometry=geometry)
+        kept: set[int] = set()
+        for index, stored in enumerate(self.reads):
+            if stored in kept:
+                raise NoStepListError(
+                    f"layer {index} reads the entries of an earlier one; lists keep those of each layer"
+                )
+            kept |= set() if stored is None else {stored}
+            geometry = None if stored is None else self.geometries[stored]
+            yield ListedLayer(index=index, prefix=f"model.layers.{index}.", stored=stored, geometry=geometry)
             self.operations.append(Tap(input="hidden", layer=index))
 
     def norm(self, name: str, register: str, output: str) -> None:
         """output = the norm of the register, by the weights `name`."""
         self._norm(name, register, output, width=self.widths[register])
 
-    def attend(self, layer: ListedLayer, *, scaling: float | None = None, softcap: float | None = None) -> None:
+    def attend(
+        self,
+        layer: ListedLayer,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        is_gated: bool = False,
+        norms_all_heads: bool = False,
+    ) -> None:
         """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
         `k_norm` of heads where they are there, rotation, attention, `o_proj`.
 
-        scaling: of scores; None: the inverse root of a head's size.
+        scaling: of scores; None: the inverse root of a head's size. is_gated: does `q_proj` give each head a gate of
+        what it attends to, behind its query? norms_all_heads: is a norm one of all heads together?
         """
         geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
+        assert geometry is not None and layer.stored is not None, "it has attention"
         queries, keys, dim = geometry.query_heads, geometry.kv_heads, geometry.head_dim
         if dim < 1 or dim % LANES:
             raise NoStepListError(f"layer {layer.index}: head size {dim} must be a multiple of {LANES}")
@@ -114,15 +142,111 @@ class ListWriter:
         heads = self.register("heads", (queries + 2 * keys) * dim)
         mixed = self.register("mixed", queries * dim)
         is_one = self.has(f"{prefix}qkv_proj.weight")
-        self.product("normed", heads, *([f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in "qkv"]))
+        projections = [f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in "qkv"]
+        gates = ""
+        if is_gated:
+            both, gates = self.register("gated heads", 2 * (queries + keys) * dim), self.register("gate", queries * dim)
+            self.product("normed", both, *projections)
+            for output, first in ((heads, 0), (gates, dim)):
+                self.slice(both, output, heads=queries, width=2 * dim, first=first, count=dim)
+            self.slice(both, heads, first=2 * queries * dim, count=2 * keys * dim, offset=queries * dim)
+        else:
+            self.product("normed", heads, *projections)
         for name, count, offset in (("q_norm", queries, 0), ("k_norm", keys, queries * dim)):
             if self.has(f"{prefix}{name}.weight"):
-                self._norm(f"{prefix}{name}", heads, heads, width=dim, heads=count, offset=offset)
+                width, parts = (count * dim, 1) if norms_all_heads else (dim, count)
+                self._norm(f"{prefix}{name}", heads, heads, width=width, heads=parts, offset=offset)
         if geometry.rotary != UNROTATED:
             self.operations.append(Rotate(register=heads, rotary=geometry.rotary, heads=queries + keys, width=dim))
         scale = float(dim) ** -0.5 if scaling is None else scaling
-        self.operations.append(Attend(input=heads, output=mixed, layer=layer.index, scaling=scale, softcap=softcap))
+        self.operations.append(Attend(input=heads, output=mixed, layer=layer.stored, scaling=scale, softcap=softcap))
+        if is_gated:
+            self.operations.append(SigmoidGate(input=mixed, gate=gates, output=mixed))
         self.product(mixed, "delta", f"{prefix}o_proj")
+
+    def keep(self, layer: ListedLayer, sizes: Mapping[str, int]) -> int:
+        """The number of a layer's state, of these sizes (`StateSizes`)."""
+        for name, size in sizes.items():
+            if size < 1:
+                raise NoStepListError(f"layer {layer.index}: {name} is {size}")
+        state = StateSizes(layer=layer.index, **sizes)
+        if state.key_heads and state.value_heads % state.key_heads:
+            raise NoStepListError(f"layer {layer.index}: {state.value_heads} heads share {state.key_heads} keys")
+        if any(size % LANES for size in (state.channels, state.key_dim, state.value_dim)):
+            raise NoStepListError(
+                f"layer {layer.index}: a state of heads of {state.key_dim} by {state.value_dim} numbers; they must be "
+                f"multiples of {LANES}"
+            )
+        self.states.append(state)
+        return len(self.states) - 1
+
+    def delta_rule(
+        self,
+        prefix: str,
+        state: int,
+        *,
+        inputs: str,
+        gates: str,
+        outer: str,
+        names: tuple[str, str],
+        epsilon: float,
+        doubles: bool = False,
+    ) -> None:
+        """delta = the gated delta rule of the registers `inputs` (queries, keys, values) and `gates`, behind the
+        convolution `conv1d`, or one for each of the three; then a norm, gated by `outer`, and a projection, which have
+        these names.
+        """
+        sizes = self.states[state]
+        convolved = self.register("convolved", sizes.channels)
+        mixed = self.register("mixed by states", sizes.value_heads * sizes.value_dim)
+        bias, apart = f"{prefix}conv1d.bias", [f"{prefix}{one}_conv1d.weight" for one in "qkv"]
+        weights = apart if self.has(apart[0]) else [f"{prefix}conv1d.weight"]
+        self.operations += [
+            Convolve(
+                input=inputs,
+                output=convolved,
+                weights=tuple(map(self._own, weights)),
+                bias=bias if self.has(bias) else None,
+                activation="silu",
+                state=state,
+            ),
+            DeltaRule(
+                input=convolved,
+                gate=gates,
+                output=mixed,
+                decay=self._own(f"{prefix}A_log"),
+                bias=self._own(f"{prefix}dt_bias"),
+                state=state,
+                doubles=doubles,
+            ),
+            GatedNorm(
+                input=mixed,
+                gate=outer,
+                output=mixed,
+                weights=self._own(f"{prefix}{names[0]}.weight"),
+                epsilon=epsilon,
+                width=sizes.value_dim,
+                heads=sizes.value_heads,
+            ),
+        ]
+        self.product(mixed, "delta", f"{prefix}{names[1]}")
+
+    def slice(
+        self,
+        register: str,
+        output: str,
+        *,
+        first: int,
+        count: int,
+        heads: int = 1,
+        width: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        """A part of a register, or of each of its heads of `width` numbers."""
+        whole = self.widths[register] if width is None else width
+        self.operations.append(
+            Slice(input=register, output=output, heads=heads, width=whole, first=first, count=count, offset=offset)
+        )
 
     def gated(self, prefix: str, *, inner: int | None, activation: str, output: str = "delta") -> None:
         """output = down_proj(activation(gate_proj(normed)) · up_proj(normed)), or of `gate_up_proj`.

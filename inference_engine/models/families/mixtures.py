@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from inference_engine.kernels.routing import Router
 from inference_engine.models.families.family import Family
-from inference_engine.models.families.list_writer import ListWriter
+from inference_engine.models.families.list_writer import ListedLayer, ListWriter
 from inference_engine.models.families.llama import LlamaConfig
 
 
@@ -39,21 +39,26 @@ def write(step: ListWriter, config: MixtureConfig, router: Router) -> None:
         step.attend(layer)
         step.add("delta", "hidden")
         step.norm(f"{layer.prefix}post_attention_layernorm", "hidden", "normed")
-        mlp, act = f"{layer.prefix}mlp.", config.hidden_act
-        if step.has(f"{mlp}gate.weight"):
-            bias = f"{mlp}gate.e_score_correction_bias"
-            count = config.num_experts or config.num_local_experts
-            step.experts(mlp, router, count=count, activation=act, bias=bias if step.has(bias) else None)
-        else:
-            step.gated(mlp, inner=config.intermediate_size, activation=act)
-        if step.has(f"{mlp}shared_expert_gate.weight"):
-            inner = config.shared_expert_intermediate_size
-            step.shared_expert(f"{mlp}shared_expert.", inner=inner, activation=act, gate=f"{mlp}shared_expert_gate")
-        elif step.has(f"{mlp}shared_experts.down_proj.weight"):
-            inner = config.moe_intermediate_size * config.n_shared_experts
-            step.shared_expert(f"{mlp}shared_experts.", inner=inner, activation=act)
+        feed_forward(step, layer, config, router)
         step.add("delta", "hidden")
     step.head()
+
+
+def feed_forward(step: ListWriter, layer: ListedLayer, config: MixtureConfig, router: Router) -> None:
+    """delta = the experts of normed, or a gated product in a layer that has none."""
+    mlp, act = f"{layer.prefix}mlp.", config.hidden_act
+    if step.has(f"{mlp}gate.weight"):
+        bias = f"{mlp}gate.e_score_correction_bias"
+        count = config.num_experts or config.num_local_experts
+        step.experts(mlp, router, count=count, activation=act, bias=bias if step.has(bias) else None)
+    else:
+        step.gated(mlp, inner=config.intermediate_size, activation=act)
+    if step.has(f"{mlp}shared_expert_gate.weight"):
+        inner = config.shared_expert_intermediate_size
+        step.shared_expert(f"{mlp}shared_expert.", inner=inner, activation=act, gate=f"{mlp}shared_expert_gate")
+    elif step.has(f"{mlp}shared_experts.down_proj.weight"):
+        inner = config.moe_intermediate_size * config.n_shared_experts
+        step.shared_expert(f"{mlp}shared_experts.", inner=inner, activation=act)
 
 
 def _qwen(step: ListWriter, config: MixtureConfig) -> None:

@@ -96,7 +96,7 @@ void kakeya_sizes(int64_t* sizes) {
   const int64_t found[] = {sizeof(Matrix), sizeof(Attention), sizeof(Operation),
                            sizeof(Layer),  sizeof(Rotary),    sizeof(Step), sizeof(CodedEntries),
                            sizeof(KeyIndex), sizeof(LayerDecoder), sizeof(Archive), sizeof(RestoredRun),
-                           sizeof(TrellisCodes)};
+                           sizeof(TrellisCodes), sizeof(StateLayer), sizeof(StateSpan)};
   memcpy(sizes, found, sizeof found);
 }
 
@@ -161,8 +161,8 @@ int32_t kakeya_choose(const Kernels* kernels, void* threads, const TrellisCodes*
 void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identity, int32_t kv_type,
                           const Operation* operations, int64_t operation_count, const Matrix* matrices,
                           int64_t matrix_count, const float* const* vectors, int64_t vector_count, const Layer* layers,
-                          int64_t layer_count, const Rotary* rotaries, int64_t rotary_count, const int64_t* widths,
-                          int64_t register_count) {
+                          int64_t layer_count, const Rotary* rotaries, int64_t rotary_count, const StateLayer* states,
+                          int64_t state_count, const int64_t* widths, int64_t register_count) {
   Program* program = nullptr;
   bool fails = guarded([&] {
     program = new Program();
@@ -175,6 +175,7 @@ void* kakeya_open_program(const Kernels* kernels, void* threads, int32_t identit
     program->vectors.assign(vectors, vectors + vector_count);
     program->layers.assign(layers, layers + layer_count);
     program->rotaries.assign(rotaries, rotaries + rotary_count);
+    program->states.assign(states, states + state_count);
     program->widths.assign(widths, widths + register_count);
     program->registers.resize((size_t)register_count);
     program->turns.resize((size_t)rotary_count);
@@ -192,6 +193,12 @@ void kakeya_close_program(void* program) { delete (Program*)program; }
 int32_t kakeya_run(void* program, const Step* step, int32_t first, int32_t end) {
   Program& opened = *(Program*)program;
   return guarded([&] { opened.kernels->run(opened, *step, first, end); });
+}
+
+// The states of one session, between two steps: see states.h.
+int32_t kakeya_settle(void* program, float* states, int64_t held, int64_t kept, int64_t staged) {
+  Program& opened = *(Program*)program;
+  return guarded([&] { opened.kernels->settle(*opened.threads, opened.states, states, held, kept, staged); });
 }
 
 // The numbers of a register, [tokens][width]: valid until the next step.

@@ -27,6 +27,7 @@ extern "C" const Kernels* NAMED(kernels_, KERNELS)() {
       KERNELS::choose_codes,
       KERNELS::weigh,
       KERNELS::run,
+      KERNELS::settle,
   };
   return &table;
 }

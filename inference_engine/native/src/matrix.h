@@ -488,7 +488,7 @@ void many_tokens(const Matrix& matrix, const Activations& a, int64_t from, int64
 // -- all of it --------------------------------------------------------------------------------------------------------
 
 // Tokens that are prepared together: it bounds the memory that a thread keeps.
-constexpr int64_t SLICE = 512;
+constexpr int64_t TOKENS_AT_ONCE = 512;
 
 // In how many parts the groups are divided so that every thread has about as much to do, when there are few tiles.
 inline int64_t token_parts(int64_t tile_units, int64_t groups, int64_t threads) {
@@ -547,8 +547,8 @@ inline void linear_prepared(Threads& threads, const Matrix& matrix, Identity ide
 
 inline void linear(Threads& threads, const Matrix& matrix, Identity identity, const float* x, int64_t x_stride,
                    int64_t count, float* y, int64_t y_stride) {
-  for (int64_t first = 0; first < count; first += SLICE) {
-    int64_t tokens = std::min(SLICE, count - first);
+  for (int64_t first = 0; first < count; first += TOKENS_AT_ONCE) {
+    int64_t tokens = std::min(TOKENS_AT_ONCE, count - first);
     Activations a = prepare(threads, matrix, identity, x + first * x_stride, x_stride, tokens);
     linear_prepared(threads, matrix, identity, a, y + first * y_stride, y_stride);
   }

@@ -12,6 +12,7 @@
 #include "matrix.h"
 #include "selection.h"
 #include "simd.h"
+#include "states.h"
 #include "threads.h"
 #include "types.h"
 
@@ -113,6 +114,10 @@ class Run {
       case EXPERTS: return experts(o);
       case GIVEN: return given(o);
       case SIGMOID_GATE: return sigmoid_gate(o);
+      case SLICE: return slice(o);
+      case CONVOLVE: return convolution(o);
+      case DELTA_RULE: return delta(o);
+      case GATED_NORM: return gated_norm(o);
       case WRITE: return write(p_.layers[o.layer], o.layer, at(o.input), width(o.input));
     }
   }
@@ -283,6 +288,49 @@ class Run {
         F g = step ? load_some(gates + i, left) : all(gates[0]);
         F share = add(all(1.0f), exponential(sub(all(0.0f), g)));
         store_some(y + i, divide(load_some(x + i, left), share), left);
+      }
+    });
+  }
+
+  void slice(const Operation& o) {
+    each(tokens_, [&](int64_t token) {
+      const float* x = at(o.input) + token * width(o.input) + o.offset;
+      float* y = at(o.output) + token * width(o.output) + o.layer;
+      for (int64_t head = 0; head < o.heads; head++)
+        memcpy(y + head * o.flag, x + head * o.width, (size_t)o.flag * sizeof(float));
+    });
+  }
+
+  // Zeros for tokens that are padding: they are of no session.
+  void clear_padding(int32_t output) {
+    int64_t real = 0;
+    for (int64_t s = 0; s < s_.span_count; s++) real += s_.spans[s].count;
+    if (real != tokens_) std::fill(at(output), at(output) + tokens_ * width(output), 0.0f);
+  }
+
+  void convolution(const Operation& o) {
+    clear_padding(o.output);
+    const float* bias = o.matrix < 0 ? nullptr : p_.vectors[o.matrix];
+    convolve(*p_.threads, p_.states[o.layer], s_, at(o.input), at(o.output), p_.vectors[o.vector], bias, o.flag);
+  }
+
+  void delta(const Operation& o) {
+    clear_padding(o.output);
+    DeltaRegisters registers = {at(o.input), at(o.second), at(o.output), width(o.input), width(o.second), width(o.output)};
+    delta_rule(*p_.threads, p_.states[o.layer], s_, registers, p_.vectors[o.vector], p_.vectors[o.vector + 1], o.flag);
+  }
+
+  // output = norm(input) · silu(second)
+  void gated_norm(const Operation& o) {
+    const float* weights = p_.vectors[o.vector];
+    each(tokens_, [&](int64_t token) {
+      const float *x = at(o.input) + token * width(o.input), *gates = at(o.second) + token * width(o.second);
+      float* y = at(o.output) + token * width(o.output);
+      for (int64_t head = 0; head < o.heads; head++)
+        norm(x + head * o.width, weights, o.number, o.width, y + head * o.width);
+      for (int64_t i = 0; i < o.heads * o.width; i += LANES) {
+        int64_t left = o.heads * o.width - i;
+        store_some(y + i, mul(load_some(y + i, left), activated(load_some(gates + i, left), SILU)), left);
       }
     });
   }

@@ -224,13 +224,18 @@ struct CodedEntries {
 
 // Named as the classes of `inference_engine/models/operations.py`.
 enum Kind : int32_t {
-  EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE
+  EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE,
+  SLICE, CONVOLVE, DELTA_RULE, GATED_NORM
 };
 enum Activation : int32_t { SILU, GELU_TANH };
 enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an EXPERTS' flag
 
 // input, second, output: registers; an output of -1 is the logits. matrix, vector, table, layer: indexes, or -1.
 // [offset, offset + heads · width): the part of a register that a norm or a rotation is about.
+// SLICE: `layer` has where in `output` it begins, `flag` how many numbers of a head, from `offset` on.
+// CONVOLVE, DELTA_RULE: `layer` names one of the layers that keep a state. CONVOLVE: `vector` has the weights, `matrix`
+// the number of another vector, the bias, or -1; `flag`: SiLU. DELTA_RULE: `vector` has the rates of decay, the next one
+// its bias; `flag`: beta is doubled.
 // EXPERTS: `second` has the router's logits, `heads` experts are chosen; `width` matrices of each: gate and up below each
 // other, and down, or all three; `vector`: what is added to scores before they are compared.
 struct Operation {
@@ -244,6 +249,21 @@ struct Operation {
 // An entry of a KV head is a row of `row` numbers, whose key is first, and whose value begins with number `value_at`.
 struct Layer {
   int32_t query_heads, kv_heads, head_dim, value_dim, value_at, row;
+};
+
+// What a layer keeps of a session's history, from number `offset` of its states on (states.h): matrices [value_heads]
+// [key_dim][value_dim]; `room` open entries, of keys [key_heads][key_dim], values [value_heads][value_dim] and decays
+// [value_heads]; inputs of a convolution over `taps` tokens [taps - 1 + room][channels]. chunk: tokens folded together.
+struct StateLayer {
+  int32_t channels, taps, key_heads, value_heads, key_dim, value_dim, chunk, room;
+  int64_t offset;
+};
+
+// The tokens of one session in a step, from index `first` of the step and from `position` of its history on. before: its
+// states, where the step's entries are written, too; after: where the states behind the step go instead, if not null.
+struct StateSpan {
+  int64_t first, count, position;
+  float *before, *after;
 };
 
 // A rotation table. turned: numbers of a head that are rotated; frequencies: [turned / 2]; factor: of cosine and sine.
@@ -265,8 +285,9 @@ struct Step {
   const int32_t* taps;   // layers, ascending
   float* tapped;         // [tokens][tap_count][hidden]
   const float* given;    // [tokens][width of the register they go to]: for lists that begin with states
+  const StateSpan* spans;  // of layers that keep a state
   int64_t* largest;      // [logit_count], once all operations have run; null: not asked for. See largest.h
-  int64_t tokens, logit_count, vocabulary;
+  int64_t tokens, logit_count, vocabulary, span_count;
   int32_t tap_count;
 };
 
@@ -288,6 +309,7 @@ struct Program {
   std::vector<const float*> vectors;
   std::vector<Layer> layers;
   std::vector<Rotary> rotaries;
+  std::vector<StateLayer> states;
   std::vector<int64_t> widths;
   int32_t identity, kv_type;
   std::vector<std::vector<float>> registers, turns;
@@ -313,6 +335,8 @@ struct Kernels {
                 int64_t* ids, int64_t* found, double* rest);
   // The operations [first, end) of a program; a run begins with operation 0.
   void (*run)(Program&, const Step&, int32_t first, int32_t end);
+  // The states of one session between two steps; see states.h.
+  void (*settle)(Threads&, const std::vector<StateLayer>&, float* memory, int64_t held, int64_t kept, int64_t staged);
 };
 
 extern "C" {

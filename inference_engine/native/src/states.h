@@ -1,0 +1,336 @@
+// Layers that keep a recurrent state of the history: a short convolution, and the gated delta rule over its outputs
+// (`DeltaRule` of `inference_engine/models/operations.py`).
+//
+// Of one session and layer there is the state after a whole number of chunks, counted from position 0, and the entries of
+// the tokens since: the open chunk. A token's output is read from both, and a chunk that is full is folded into the state.
+//
+//     position   … 15 | 16 17 18 … 23 | 24 25 26        a chunk of 8
+//                state after 24 tokens  open entries: keys, values (what a token adds), decays; inputs of the convolution
+//
+// So a token's bits depend on its position and on the tokens before it, not on how they came: a fold begins at a multiple
+// of a chunk, and sums have one order. A step writes its entries behind those that are open, and what is rejected is left
+// out. A step of more entries than there is room for gives a state of its own (`after`).
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "activations.h"
+#include "entries.h"
+#include "simd.h"
+#include "threads.h"
+#include "types.h"
+
+namespace KERNELS {
+
+// Of one layer of one session.
+struct OpenState {
+  float *matrices, *keys, *values, *decays, *inputs;
+  OpenState(const StateLayer& l, float* memory)
+      : matrices(memory + l.offset),
+        keys(matrices + (int64_t)l.value_heads * l.key_dim * l.value_dim),
+        values(keys + (int64_t)l.room * l.key_heads * l.key_dim),
+        decays(values + (int64_t)l.room * l.value_heads * l.value_dim),
+        inputs(decays + (int64_t)l.room * l.value_heads) {}
+};
+
+inline int64_t chunk_of(const StateLayer& l, int64_t position) { return position - position % l.chunk; }
+
+// -- the convolution --------------------------------------------------------------------------------------------------
+
+// weights: [taps][channels]; bias: null, or [channels].
+static void convolve(Threads& threads, const StateLayer& l, const Step& step, const float* in, float* out,
+                     const float* weights, const float* bias, bool is_activated) {
+  int64_t channels = l.channels, before = l.taps - 1;
+  for (int64_t s = 0; s < step.span_count; s++) {
+    const StateSpan& span = step.spans[s];
+    const OpenState own(l, span.before);
+    int64_t base = chunk_of(l, span.position), end = span.position + span.count;
+    auto inputs_of = [&](int64_t position) {
+      return position < span.position ? own.inputs + (position - base + before) * channels
+                                      : in + (span.first + position - span.position) * channels;
+    };
+    auto tokens = [&](int64_t first, int64_t last) {
+      for (int64_t token = first; token < last; token++) {
+        float* y = out + (span.first + token) * channels;
+        int64_t oldest = span.position + token - before;
+        for (int64_t c = 0; c < channels; c += LANES) {
+          int64_t left = channels - c;
+          F sum = bias ? load_some(bias + c, left) : all(0.0f);
+          for (int64_t tap = 0; tap <= before; tap++)
+            sum = fma(load_some(inputs_of(oldest + tap) + c, left), load_some(weights + tap * channels + c, left), sum);
+          if (is_activated) sum = divide(sum, add(all(1.0f), exponential(sub(all(0.0f), sum))));
+          store_some(y + c, sum, left);
+        }
+      }
+    };
+    if (span.count < 8) tokens(0, span.count);
+    else threads.split(span.count, 1, tokens);
+    size_t bytes = (size_t)channels * sizeof(float);
+    if (!span.after) {
+      memcpy(own.inputs + (span.position - base + before) * channels, in + span.first * channels,
+             (size_t)span.count * bytes);
+      continue;
+    }
+    const OpenState next(l, span.after);
+    int64_t begin = chunk_of(l, end) - before;
+    for (int64_t position = begin; position < end; position++)
+      memcpy(next.inputs + (position - begin) * channels, inputs_of(position), bytes);
+  }
+}
+
+// -- the delta rule ---------------------------------------------------------------------------------------------------
+
+INLINE float dot_of(const float* x, const float* y, int64_t width) {
+  F total = all(0.0f);
+  for (int64_t i = 0; i < width; i += LANES) total = fma(load(x + i), load(y + i), total);
+  return sum(total);
+}
+
+// out[n][value_dim] = x[n] · matrix, for N vectors x, each at once for both of a pair.
+template <int N, int COLUMNS>
+INLINE int64_t read_columns(const float* matrix, const float* const* x, int64_t keys, int64_t values, int64_t column,
+                            float* const* out) {
+  for (; column + COLUMNS * LANES <= values; column += COLUMNS * LANES) {
+    F sums[N][COLUMNS];
+    for (int n = 0; n < N; n++)
+      for (int c = 0; c < COLUMNS; c++) sums[n][c] = all(0.0f);
+    for (int64_t i = 0; i < keys; i++) {
+      const float* row = matrix + i * values + column;
+      F own[COLUMNS];
+      for (int c = 0; c < COLUMNS; c++) own[c] = load(row + c * LANES);
+      for (int n = 0; n < N; n++) {
+        F factor = all(x[n][i]);
+        for (int c = 0; c < COLUMNS; c++) sums[n][c] = fma(factor, own[c], sums[n][c]);
+      }
+    }
+    for (int n = 0; n < N; n++)
+      for (int c = 0; c < COLUMNS; c++) store(out[n] + column + c * LANES, sums[n][c]);
+  }
+  return column;
+}
+
+// Sums that are kept in registers.
+#if defined(__AVX512F__)
+constexpr int STATE_SUMS = 16;
+#else
+constexpr int STATE_SUMS = 4;
+#endif
+constexpr int STATE_PAIRS = STATE_SUMS / 4;  // tokens at once, whose key and query read the matrix together
+
+template <int N>
+INLINE void read_state(const float* matrix, const float* const* x, int64_t keys, int64_t values, float* const* out) {
+  int64_t column = read_columns<N, STATE_SUMS / N>(matrix, x, keys, values, 0, out);
+  read_columns<N, 1>(matrix, x, keys, values, column, out);
+}
+
+// The entries of one chunk, of one head: `count` keys, values and decays since its first token.
+struct ChunkEntries {
+  const float* const* keys;
+  const float* const* values;
+  const float* decays;
+  int64_t count;
+};
+
+// out = matrix · decay + Σ key ⊗ value · decay since then. out may be matrix.
+static void fold(const float* matrix, const ChunkEntries& entries, int64_t keys, int64_t values, float* out) {
+  static thread_local Scratch weight_memory;
+  float *weights = weight_memory.of<float>(2 * entries.count), *factors = weights + entries.count;
+  float last = entries.decays[entries.count - 1], decay = std::exp(last);
+  for (int64_t p = 0; p < entries.count; p++) weights[p] = std::exp(last - entries.decays[p]);
+  for (int64_t i = 0; i < keys; i++) {
+    for (int64_t p = 0; p < entries.count; p++) factors[p] = entries.keys[p][i] * weights[p];
+    for (int64_t column = 0; column < values; column += LANES) {
+      F total = mul(load(matrix + i * values + column), all(decay));
+      for (int64_t p = 0; p < entries.count; p++)
+        total = fma(all(factors[p]), load(entries.values[p] + column), total);
+      store(out + i * values + column, total);
+    }
+  }
+}
+
+// The registers of a step. A token's decay becomes that since its chunk began, its value what it adds to the state.
+struct DeltaRegisters {
+  float *inputs, *gates, *out;
+  int64_t input_width, gate_width, out_width;
+};
+
+// What one head gives the tokens of a span.
+static void delta_head(const StateLayer& l, const StateSpan& span, int64_t head, const DeltaRegisters& r) {
+  static thread_local Scratch matrix_memory, read_memory, pointer_memory, decay_memory;
+  int64_t keys = l.key_dim, values = l.value_dim, all_keys = l.key_heads * keys, all_values = l.value_heads * values;
+  int64_t key_at = head / (l.value_heads / l.key_heads) * keys, value_at = head * values, size = keys * values;
+  int64_t base = chunk_of(l, span.position), end = span.position + span.count;
+  const OpenState before(l, span.before);
+  const float* matrix = before.matrices + head * size;
+  float* folded = matrix_memory.of<float>(size);
+  float* reads = read_memory.of<float>(2 * l.chunk * values + 2 * l.chunk);
+  float* weights = reads + 2 * l.chunk * values;
+  const float** own_keys = pointer_memory.of<const float*>(2 * l.chunk);
+  const float** own_values = own_keys + l.chunk;
+  float* decays = decay_memory.of<float>(l.chunk);
+  auto row = [&](int64_t position) { return span.first + position - span.position; };
+  auto enter = [&](int64_t position, int64_t place) {
+    bool is_open = position < span.position;
+    int64_t at = position - base;
+    own_keys[place] = is_open ? before.keys + at * all_keys + key_at
+                              : r.inputs + row(position) * r.input_width + all_keys + key_at;
+    own_values[place] = is_open ? before.values + at * all_values + value_at
+                                : r.inputs + row(position) * r.input_width + 2 * all_keys + value_at;
+    decays[place] = is_open ? before.decays[at * l.value_heads + head]
+                            : r.gates[row(position) * r.gate_width + l.value_heads + head];
+  };
+
+  for (int64_t start = base; start < end; start += l.chunk) {
+    int64_t first = std::max(start, span.position), stop = std::min(start + l.chunk, end);
+    if (start != base) {  // those of the chunk before are entered
+      fold(matrix, {own_keys, own_values, decays, l.chunk}, keys, values, folded);
+      matrix = folded;
+    }
+    float since = 0.0f;
+    for (int64_t position = start; position < stop; position++) {
+      if (position >= first) {
+        float* decay = r.gates + row(position) * r.gate_width + l.value_heads + head;
+        *decay += since;
+      }
+      enter(position, position - start);
+      since = decays[position - start];
+    }
+    // What keys and queries read of the state, for several tokens at once: one after the other.
+    for (int64_t position = first; position < stop;) {
+      const float* x[2 * STATE_PAIRS];
+      float* out[2 * STATE_PAIRS];
+      int64_t count = std::min<int64_t>(STATE_PAIRS, stop - position);
+      for (int64_t n = 0; n < count; n++) {
+        const float* token = r.inputs + row(position + n) * r.input_width;
+        x[2 * n] = token + all_keys + key_at, x[2 * n + 1] = token + key_at;
+        out[2 * n] = reads + 2 * (position + n - start) * values, out[2 * n + 1] = out[2 * n] + values;
+      }
+      if (count == STATE_PAIRS) {
+        read_state<2 * STATE_PAIRS>(matrix, x, keys, values, out);
+      } else {
+        count = 1;
+        read_state<2>(matrix, x, keys, values, out);
+      }
+      position += count;
+    }
+    for (int64_t position = first; position < stop; position++) {
+      int64_t n = position - start, entries = n;
+      const float* query = r.inputs + row(position) * r.input_width + key_at;
+      const float *by_key = reads + 2 * n * values, *by_query = by_key + values;
+      float decay = std::exp(decays[n]), beta = r.gates[row(position) * r.gate_width + head];
+      float *key_weights = weights, *query_weights = weights + l.chunk;
+      for (int64_t p = 0; p < entries; p++) {
+        float weight = std::exp(decays[n] - decays[p]);
+        key_weights[p] = dot_of(own_keys[n], own_keys[p], keys) * weight;
+        query_weights[p] = dot_of(query, own_keys[p], keys) * weight;
+      }
+      float itself = dot_of(query, own_keys[n], keys);
+      float* value = r.inputs + row(position) * r.input_width + 2 * all_keys + value_at;
+      float* out = r.out + row(position) * r.out_width + value_at;
+      for (int64_t column = 0; column < values; column += LANES) {
+        F known = mul(load(by_key + column), all(decay)), found = mul(load(by_query + column), all(decay));
+        for (int64_t p = 0; p < entries; p++) {
+          F own = load(own_values[p] + column);
+          known = fma(all(key_weights[p]), own, known);
+          found = fma(all(query_weights[p]), own, found);
+        }
+        F added = mul(sub(load(value + column), known), all(beta));
+        store(value + column, added);
+        store(out + column, fma(all(itself), added, found));
+      }
+    }
+  }
+  if (!span.after) return;
+  float* next = OpenState(l, span.after).matrices + head * size;
+  if (end % l.chunk) memcpy(next, matrix, (size_t)size * sizeof(float));
+  else fold(matrix, {own_keys, own_values, decays, l.chunk}, keys, values, next);
+}
+
+// Queries and keys of a token are normed; its gates become beta and the logarithm of its decay. rates: [value_heads],
+// negative; bias: as many.
+static void prepare_delta(const StateLayer& l, float* inputs, float* gates, const float* rates, const float* bias,
+                          bool doubles) {
+  int64_t keys = l.key_dim;
+  float scaling = 1.0f / std::sqrt((float)keys);
+  for (int64_t head = 0; head < 2 * l.key_heads; head++) {
+    float* x = inputs + head * keys;
+    float norm = 1.0f / std::sqrt(dot_of(x, x, keys) + 1e-6f);
+    if (head < l.key_heads) norm *= scaling;
+    for (int64_t i = 0; i < keys; i += LANES) store(x + i, mul(load(x + i), all(norm)));
+  }
+  for (int64_t head = 0; head < l.value_heads; head++) {
+    float beta = 1.0f / (1.0f + std::exp(-gates[head])), x = gates[l.value_heads + head] + bias[head];
+    gates[head] = doubles ? 2.0f * beta : beta;
+    gates[l.value_heads + head] = rates[head] * (x > 20.0f ? x : std::log1p(std::exp(x)));
+  }
+}
+
+static void delta_rule(Threads& threads, const StateLayer& l, const Step& step, const DeltaRegisters& r,
+                       const float* rates, const float* bias, bool doubles) {
+  for (int64_t s = 0; s < step.span_count; s++) {
+    const StateSpan& span = step.spans[s];
+    auto tokens = [&](int64_t first, int64_t end) {
+      for (int64_t token = span.first + first; token < span.first + end; token++)
+        prepare_delta(l, r.inputs + token * r.input_width, r.gates + token * r.gate_width, rates, bias, doubles);
+    };
+    if (span.count < 8) tokens(0, span.count);
+    else threads.split(span.count, 1, tokens);
+  }
+  threads.split(step.span_count * l.value_heads, 1, [&](int64_t first, int64_t end) {
+    for (int64_t one = first; one < end; one++) delta_head(l, step.spans[one / l.value_heads], one % l.value_heads, r);
+  });
+  int64_t keys = l.key_heads * l.key_dim, values = l.value_heads * l.value_dim;
+  for (int64_t s = 0; s < step.span_count; s++) {
+    const StateSpan& span = step.spans[s];
+    int64_t end = span.position + span.count;
+    int64_t begin = span.after ? chunk_of(l, end) : span.position, base = span.after ? begin : chunk_of(l, begin);
+    const OpenState next(l, span.after ? span.after : span.before);
+    for (int64_t position = begin; position < end; position++) {
+      int64_t at = position - base, token = span.first + position - span.position;
+      const float *inputs = r.inputs + token * r.input_width, *gates = r.gates + token * r.gate_width;
+      memcpy(next.keys + at * keys, inputs + keys, (size_t)keys * sizeof(float));
+      memcpy(next.values + at * values, inputs + 2 * keys, (size_t)values * sizeof(float));
+      memcpy(next.decays + at * l.value_heads, gates + l.value_heads, (size_t)l.value_heads * sizeof(float));
+    }
+  }
+}
+
+// -- between steps ----------------------------------------------------------------------------------------------------
+
+// Of `held` open entries and `staged` ones behind them, the first `held` + `kept` stay: whole chunks are folded, the rest
+// moves to the front, and what is left behind it is wiped. All layers of one session.
+static void settle(Threads& threads, const std::vector<StateLayer>& layers, float* memory, int64_t held, int64_t kept,
+                   int64_t staged) {
+  for (const StateLayer& l : layers) {
+    const OpenState own(l, memory);
+    int64_t keys = l.key_heads * l.key_dim, values = l.value_heads * l.value_dim, size = l.key_dim * l.value_dim;
+    int64_t entries = held + kept, folds = entries / l.chunk, gone = folds * l.chunk;
+    if (folds)
+      threads.split(l.value_heads, 1, [&](int64_t first, int64_t end) {
+        static thread_local Scratch pointer_memory, decay_memory;
+        const float** own_keys = pointer_memory.of<const float*>(2 * l.chunk);
+        float* decays = decay_memory.of<float>(l.chunk);
+        for (int64_t head = first; head < end; head++)
+          for (int64_t chunk = 0; chunk < folds; chunk++) {
+            for (int64_t p = 0; p < l.chunk; p++) {
+              int64_t at = chunk * l.chunk + p;
+              own_keys[p] = own.keys + at * keys + head / (l.value_heads / l.key_heads) * l.key_dim;
+              own_keys[l.chunk + p] = own.values + at * values + head * l.value_dim;
+              decays[p] = own.decays[at * l.value_heads + head];
+            }
+            float* matrix = own.matrices + head * size;
+            fold(matrix, {own_keys, own_keys + l.chunk, decays, l.chunk}, l.key_dim, l.value_dim, matrix);
+          }
+      });
+    auto move = [&](float* rows, int64_t width, int64_t more) {
+      int64_t left = entries - gone + more, end = held + staged + more;
+      if (gone) memmove(rows, rows + gone * width, (size_t)(left * width) * sizeof(float));
+      std::fill(rows + left * width, rows + end * width, 0.0f);
+    };
+    move(own.keys, keys, 0), move(own.values, values, 0), move(own.decays, l.value_heads, 0);
+    move(own.inputs, l.channels, l.taps - 1);
+  }
+}
+
+}  // namespace KERNELS
