@@ -40,7 +40,11 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
             wanted.pop(HEAD, None)
         _check_names(checkpoint, {*wanted, HEAD} if is_tied else set(wanted))
         checkpoint.warn_of_unpacking("torch", str(dtype).removeprefix("torch."), dtype.itemsize)
-        numbers = {name: _parameter(checkpoint, name, shape).to(dtype) for name, shape in wanted.items()}
+        narrow = _narrow(made)
+        numbers = {}
+        for name, shape in wanted.items():
+            found = _parameter(checkpoint, name, shape)
+            numbers[name] = found.to(dtype) if name in narrow else found
         model: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
         )
@@ -58,6 +62,13 @@ def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
     given = {name for name in checkpoint.names() if _EXPERTS not in name}
     if more := sorted(given - wanted):
         raise ModelError(f"{checkpoint.path}: {len(more)} tensors that the configuration has no place for: {more[0]}")
+
+
+def _narrow(model: PreTrainedModel) -> set[str]:
+    """The parameters that have the model's dtype. Of others transformers says it, such as biases of routers, which stay
+    in float32: it must be given all their bits."""
+    kept = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+    return {name for name, _ in model.named_parameters() if kept.isdisjoint(name.split("."))}
 
 
 def _parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -74,6 +74,21 @@ def test_a_file_in_blocks_is_that_of_their_numbers(family: str, kind: str, tmp_p
     assert difference(found, logits(model)) > ROUNDING
 
 
+@pytest.mark.parametrize("family", ["deepseek2", further("lfm2moe"), further("gpt-oss"), further("gemma4")])
+def test_in_bfloat16_a_file_has_the_numbers_of_its_folder(family: str, tmp_path: Path, cache: Path) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "folder")
+    write_gguf(model, tmp_path / "tiny.gguf")
+    wanted, found = (
+        load_model(str(tmp_path / name), cache=cache, dtype="bfloat16").model.state_dict()
+        for name in ("folder", "tiny.gguf")
+    )
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
 # -- as other converters write them -----------------------------------------------------------------------------------
 
 
