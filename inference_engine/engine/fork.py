@@ -61,9 +61,13 @@ def open_rewound(store: SessionStore, scheduler: Scheduler, session: Session, at
         for new in opened:
             _see_to(store, new, partial(new.kv.rewind, entries_kept(length)))
 
-    with store.locked():
-        scheduler.between_steps(cut)
-        opened.append(store.rewind(session, length))
+    rewound = scheduler.snapshots.keep_for_rewind(session)
+    try:
+        with store.locked():
+            scheduler.between_steps(cut)
+            opened.append(store.rewind(session, length))
+    finally:
+        rewound(opened[0] if opened else None)
     return opened[0]
 
 

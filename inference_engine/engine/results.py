@@ -42,8 +42,8 @@ class SessionForked(SessionOpened):
     """As SessionOpened, for a session that begins with tokens of another: a fork, or one that went back.
 
     shared_bytes: bytes of K/V that it reads in another's memory; its own bound does not include them.
-    prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before; None: the reply is one
-    that an older program has kept.
+    prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before and no copy in a file has
+    K/V of some; None: the reply is one that an older program has kept.
     is_replayed: an earlier call with the same request id made it.
     """
 

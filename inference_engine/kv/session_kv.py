@@ -339,6 +339,10 @@ class SessionKV:
         can_rewind = length == held or all(part.can_rewind(length, held) for part in self.parts)
         return length if can_rewind else min(length, self.base)
 
+    def would_keep(self, at: int, length: int) -> bool:
+        """As `kept`, of what is saved after `length`: would it have the first `at` positions, once that is loaded?"""
+        return at == length or all(part.can_rewind(at, length) for part in self.parts)
+
     def pending(self, length: int, *, found: int = 0) -> int:
         """Of a history of `length`, the tokens that a Generate would prefill: the last one at least.
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
@@ -29,6 +31,14 @@ class HibernationLimits:
     is_measured: bool
     state_bytes: int = 0
     state_bytes_per_owner: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LentCopy:
+    """A second name of a file. digests: of what it begins with, as far as they are known."""
+
+    record: CopyRecord
+    digests: Sequence[bytes]
 
 
 class CopyIndex:
@@ -102,6 +112,13 @@ class CopyIndex:
                     return min(records.values(), key=lambda record: record.nbytes), number
         return None
 
+    def in_common(self, record: CopyRecord, digests: Sequence[bytes]) -> tuple[int, bool]:
+        """How many of these digests the copy has, too, as far as they are known; and is that all that is known?"""
+        with self._lock:
+            own = self._digests.get(stem_of(record.session_id), ())
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, digests, strict=False)))
+        return common, common == len(own)
+
     # -- files ------------------------------------------------------------------------------------------------------
 
     def find(self, session_id: str) -> CopyRecord | None:
@@ -117,6 +134,33 @@ class CopyIndex:
         self._book.put_copy(record)
         self.make_room(record.owner, 0)
         self._report()
+
+    def lend(self, session_id: str) -> LentCopy | None:
+        """Another name for the session's file, so that it outlives the session. None: it has none, or the file system
+        has no such names."""
+        with self._lock:
+            record = self._records.get(stem_of(session_id))
+            digests = () if record is None else self._digests.get(stem_of(session_id), ())
+        if record is None:
+            return None
+        file = f"lent-{secrets.token_hex(8)}.kv"
+        try:
+            os.link(self.folder / record.file, self.folder / file)
+        except OSError:
+            return None
+        return LentCopy(replace(record, file=file), digests)
+
+    def hand_over(self, lent: LentCopy, session_id: str) -> None:
+        """The file is now that of another session, which begins like the one that had it."""
+        file = f"{stem_of(session_id)}-{lent.record.length}-{secrets.token_hex(4)}.kv"
+        try:
+            (self.folder / lent.record.file).rename(self.folder / file)
+        except OSError:  # removed by hand: the history has all
+            return
+        self.put(replace(lent.record, session_id=session_id, file=file), lent.digests)
+
+    def give_up(self, lent: LentCopy) -> None:
+        (self.folder / lent.record.file).unlink(missing_ok=True)
 
     def used(self, session_id: str) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
     idle        saved, a piece between two steps; given up if the session is used meanwhile
     used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled
+    rewound     its file is the new session's, which reads it up to where both are alike
     begun like  by a session without a copy of its own: what both begin with is kept in memory, as of a closed session
 
 Correctness never depends on a file: where anything of one does not agree, the K/V is computed from the history, which
@@ -22,6 +23,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -40,7 +42,8 @@ from inference_engine.session.copy_index import CopyIndex, HibernationLimits, st
 from inference_engine.session.journal import CopyBook, CopyRecord
 from inference_engine.session.prefixes import border
 from inference_engine.session.session import Session
-from inference_engine.session.store import SessionStore
+from inference_engine.session.snapshots import Rewound
+from inference_engine.session.store import SessionStore, entries_kept
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +79,13 @@ class _Saving:
 class _Reading:
     """A copy that is being read for a session whose Generate waits for it.
 
-    tokens: so many of its first ones both have; None: it is the session's own.
+    tokens: so many of its first ones both have; None: all of it is the session's. is_own: is it a copy of what the
+    session, or the one that was rewound to it, had?
     """
 
     record: CopyRecord
     tokens: int | None
+    is_own: bool
     copy: Future[Saved]
     began: float = field(default_factory=time.perf_counter)
 
@@ -117,6 +122,8 @@ class Hibernation:
         # Sessions whose Generates may begin, and wait for a copy: in this round of the loop, and in the one before.
         self._asking: set[Session] = set()
         self._asked: set[Session] = set()
+        # Of sessions that were rewound: how many first tokens have K/V in the copies that they took over.
+        self._cuts: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self._prefill_seconds = 0.0  # a token; 0: not known yet
         self._read_seconds = 0.0  # a byte
         self._writer = ThreadPoolExecutor(1, "kakeya-copy-writer")
@@ -275,6 +282,7 @@ class Hibernation:
             CopyRecord(session.session_id, session.owner, saving.file, saving.facts.length, nbytes, header_crc),
             saving.digests,
         )
+        self._cuts.pop(session, None)
         self._metrics.copies_saved.labels("saved").inc()
         self._metrics.copy_save_seconds.observe(time.perf_counter() - saving.began)
 
@@ -296,22 +304,21 @@ class Hibernation:
         """
         reading = self._readings.get(session)
         if reading is None:
-            record, tokens = self._wanted(session, found), None
-            if record is None:
+            record, tokens = self._wanted(session, found)
+            if not (is_own := record is not None):
                 record, tokens = self._of_another(session, found)
             if record is None:
                 return True
             is_being_read = any(one.record.file == record.file for one in self._readings.values())
             if not is_being_read and (len(self._readings) < _MOST_READ or self._has_dropped_one()):
-                reading = self._begin_reading(session, record, tokens)
+                reading = self._begin_reading(session, record, tokens, is_own=is_own)
         self._asking.add(session)
         if is_alone:
             wait([one.copy for one in self._readings.values()], _WAIT_SECONDS, return_when="FIRST_COMPLETED")
         if reading is None or not reading.copy.done():
             return False
         del self._readings[session]
-        self._put_in_place(session, reading)
-        return True
+        return self._put_in_place(session, reading)
 
     def _has_dropped_one(self) -> bool:
         """Drop a copy that was read for a Generate that may not begin now: those of other owners came before it."""
@@ -322,7 +329,9 @@ class Hibernation:
                 return True
         return False
 
-    def _begin_reading(self, session: Session, record: CopyRecord, tokens: int | None) -> _Reading | None:
+    def _begin_reading(
+        self, session: Session, record: CopyRecord, tokens: int | None, *, is_own: bool
+    ) -> _Reading | None:
         with self._store.locked():
             if session.is_closed:  # its history is gone; the Generate ends in the next round
                 return None
@@ -331,28 +340,45 @@ class Hibernation:
                 expected = CopyFacts.of(expected["fingerprint"], session.history, record.length).as_text()
         copy = self._reader.submit(read_copy, self._index.folder / record.file, expected, record.header_crc)
         copy.add_done_callback(lambda _: self._wake())
-        reading = self._readings[session] = _Reading(record, tokens, copy)
+        reading = self._readings[session] = _Reading(record, tokens, is_own, copy)
         return reading
 
-    def _wanted(self, session: Session, found: Callable[[], int]) -> CopyRecord | None:
-        """Its own copy, if that has more than was `found` in memory, and reading it is worth that."""
+    def _wanted(self, session: Session, found: Callable[[], int]) -> tuple[CopyRecord | None, int | None]:
+        """Its own copy, if that has more than was `found` in memory, and reading it is worth that; and how many tokens
+        of it both have, if not all."""
         kv = session.kv
         if kv.length > kv.base or session.is_transient:
-            return None
+            return None, None
         record = self._index.find(session.session_id)
-        if record is None or not kv.base < record.length <= len(session.history):
-            return None
-        if (more := record.length - found()) <= 0:
-            return None
+        if record is None or kv.base >= record.length:
+            return None, None
+        tokens = self._cut(session, record)
+        if tokens is not None and (tokens <= kv.base or not kv.would_keep(tokens, record.length)):
+            return None, None
+        if (more := (record.length if tokens is None else tokens) - found()) <= 0:
+            return None, None
         if not self._pays(record.nbytes, more):
             self._metrics.copies_read.labels("slower").inc()
+            return None, None
+        return record, tokens
+
+    def _cut(self, session: Session, record: CopyRecord) -> int | None:
+        """Of how many first tokens its copy has K/V that belongs to it, where that is not all: of a session that was
+        rewound to it."""
+        length = entries_kept(len(session.history))
+        if (known := self._cuts.get(session)) is not None:
+            return None if known >= record.length else min(known, length)
+        # From before this start: what both begin with, up to a border. Where all does that is known, the file will say.
+        digests = self._store.prefixes.digests_of(session, length)
+        common, is_all = self._index.in_common(record, digests)
+        if is_all and record.length <= len(session.history):
             return None
-        return record
+        return border(common - 1, session.kv.context.geometry.segment_tokens)
 
     def _of_another(self, session: Session, found: Callable[[], int]) -> tuple[CopyRecord | None, int]:
         """A copy whose session began alike, and how many tokens of it are worth reading it: more than were `found`."""
         kv, store = session.kv, self._store
-        if kv.length or session.is_closed or not kv.keeps_every_entry or not store.kept_prefixes.most_bytes:
+        if kv.length or session.is_closed or kv.bound.tier_bytes or not store.kept_prefixes.most_bytes:
             return None, 0
         segment = kv.context.geometry.segment_tokens
         known = self._index.beginning_with(store.prefixes.digests_of(session, len(session.history) - 1))
@@ -365,31 +391,54 @@ class Hibernation:
         has_room = record.nbytes <= store.kept_prefixes.most_bytes
         if more < segment or not has_room or not self._pays_for_another(record, more):
             return None, 0
+        if not kv.would_keep(tokens, record.length):
+            return None, 0
         return record, tokens
 
-    def _put_in_place(self, session: Session, reading: _Reading) -> None:
+    def _put_in_place(self, session: Session, reading: _Reading) -> bool:
+        """False: less of it may be of use; ask again."""
         record = reading.record
         try:
             saved = reading.copy.result()
-            if reading.tokens is None:
+            if reading.is_own:
+                # Of a longer one there has to be room for all, before it is cut.
+                if reading.tokens is not None and not self._store.secure_if_free(session, record.length):
+                    self._metrics.copies_read.labels("no_room").inc()
+                    return True
                 session.kv.load(record.length, saved)
+                if reading.tokens is not None:
+                    session.kv.rewind(reading.tokens)
                 session.refresh_facts()
-            elif not self._store.kept_prefixes.keep_copy(session, record.length, reading.tokens, saved):
+            elif not self._store.kept_prefixes.keep_copy(session, record.length, reading.tokens or 0, saved):
                 self._index.unlearn(record)
                 self._metrics.copies_read.labels("no_room").inc()
-                return
+                return True
         except Exception as error:  # noqa: BLE001 - the history has all
+            if self._may_be_cut(session, reading, error):
+                return False
             self._not_usable(session, reading, error)
         else:
             seconds = time.perf_counter() - reading.began
             self._has_read(record.nbytes, seconds)
             self._index.used(record.session_id)
-            self._metrics.copies_read.labels("used" if reading.tokens is None else "shared").inc()
+            self._metrics.copies_read.labels("used" if reading.is_own else "shared").inc()
             self._metrics.copy_read_seconds.observe(seconds)
+        return True
+
+    def _may_be_cut(self, session: Session, reading: _Reading, error: Exception) -> bool:
+        """Of a copy of other tokens at its end: is it that of a session that was rewound, before this start, to this
+        one? Then it is taken up to the last border that both are known to have."""
+        is_foreign = isinstance(error, CopyUnusable) and error.outcome == "foreign"
+        if not (is_foreign and reading.is_own and reading.tokens is None) or session in self._cuts:
+            return False
+        geometry, length = session.kv.context.geometry, entries_kept(len(session.history))
+        common, _ = self._index.in_common(reading.record, self._store.prefixes.digests_of(session, length))
+        self._cuts[session] = border(common - 1, geometry.segment_tokens)
+        return self._cuts[session] > session.kv.base
 
     def _not_usable(self, session: Session, reading: _Reading, error: Exception) -> None:
         outcome = error.outcome if isinstance(error, CopyUnusable) else "failed"
-        if reading.tokens is not None:  # of another session, which will find out by itself
+        if not reading.is_own:  # of another session, which will find out by itself
             logger.warning("a copy of a session that begins alike is not used (%s): %s", outcome, error)
             self._metrics.copies_read.labels(outcome).inc()
             self._index.unlearn(reading.record)
@@ -408,6 +457,22 @@ class Hibernation:
         )
         self._metrics.copies_read.labels(outcome).inc()
         self._index.drop(session.session_id)
+
+    def keep_for_rewind(self, session: Session) -> Rewound:
+        # What is in memory is taken over there, and newer.
+        lent = None if session.kv.length > session.kv.base else self._index.lend(session.session_id)
+
+        def rewound(new: Session | None) -> None:
+            if lent is None:
+                return
+            if new is None:
+                self._index.give_up(lent)
+                return
+            before = self._cuts.get(session, lent.record.length)
+            self._cuts[new] = min(before, entries_kept(len(new.history)))
+            self._index.hand_over(lent, new.session_id)
+
+        return rewound
 
     def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a snapshot may have them: remove it."""

@@ -9,7 +9,9 @@ from inference_engine.session.session import Session
 
 
 class Snapshots(Protocol):
-    """The engine's thread calls all of it, but `close`, after that has ended. See `Hibernation`."""
+    """The engine's thread calls all of it, but `keep_for_rewind`, and `close`, after that has ended. See
+    `Hibernation`.
+    """
 
     def prefilled(self, tokens: int, seconds: float) -> None:
         """So long a prefill of so many tokens took."""
@@ -26,12 +28,18 @@ class Snapshots(Protocol):
         memory.
         """
 
+    def keep_for_rewind(self, session: Session) -> Rewound:
+        """Any thread: the session is about to be rewound, and its snapshot goes with it: keep that for the new one."""
+
     def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a snapshot may have them."""
 
     def close(self) -> None:
         """The engine's thread has ended."""
 
+
+# What is called with the session that took the place of another, or None where there is none.
+Rewound = Callable[[Session | None], None]
 
 # Made with what wakes the engine's thread.
 OpenSnapshots = Callable[[Callable[[], None]], Snapshots]
@@ -54,6 +62,9 @@ class NoSnapshots:
 
     def restore(self, session: Session, *, is_alone: bool, found: Callable[[], int]) -> bool:
         return True
+
+    def keep_for_rewind(self, session: Session) -> Rewound:
+        return lambda _: None
 
     def invalidate(self, session: Session) -> None:
         pass

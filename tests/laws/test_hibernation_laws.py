@@ -13,7 +13,7 @@ import pytest
 from inference_engine.engine import Engine
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode
-from tests.facade import drop_entries, save_copies
+from tests.facade import copies_known, drop_entries, save_copies
 from tests.further import further
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.variants import (
@@ -29,6 +29,7 @@ from tests.laws.variants import (
     text,
     tokens,
 )
+from tests.tiny import SMALL
 
 PARAMS = GenerateParams(max_tokens=8, logprobs=True)
 
@@ -80,6 +81,43 @@ def test_a_session_read_from_a_file_goes_on_to_the_bit_as_one_that_never_was_in_
         assert reads(engine, "used") == 2
         again = engine.session_info(session)
         assert (again.evicted_tokens, again.kv_live_bytes) == (facts.evicted_tokens, facts.kv_live_bytes)
+
+
+@each_strategy_with(in_turn={"at": (109, 70)})  # within its last segment, and before
+def test_after_a_restart_a_session_goes_back_in_its_file_as_far_as_in_memory(
+    tmp_path: Path, strategy: KVStrategy, at: int
+) -> None:
+    """Rewound before the first Generate, then given more tokens than the file has; a fork reads it, too."""
+    make = made_in(Mode.BATCHED)
+    folder = tmp_path / "state"
+    with engine_for(Mode.BATCHED) as never_saved:
+        twin = never_saved.rewind_session(with_turns(never_saved, strategy), at).session_id
+        never_saved.append(twin, text(60, seed=8))
+        expected, kept = go_on(never_saved, twin)
+    with keeping(folder, make=make) as engine:
+        session = with_turns(engine, strategy)
+        save_copies(engine, folder)
+        saved(engine)
+        killed = after_a_kill(folder)
+    with keeping(killed, make=make) as engine:
+        copies_known(engine)
+        engine.recall(session)
+        fork = engine.fork_session(session, at_position=at).session_id
+        rewound = engine.rewind_session(session, at).session_id
+        engine.append(rewound, text(60, seed=8))
+        saved(engine)
+        again = after_a_kill(killed)
+        said, cached = go_on(engine, rewound)
+        assert same(said, expected, Mode.BATCHED)
+        assert (cached, reads(engine, "used")) == (kept, kept > 0)
+        engine.append(fork, text(60, seed=8))
+        assert same(go_on(engine, fork)[0], expected, Mode.BATCHED)
+    with keeping(again, make=make, share_prefixes="owner") as engine:  # what was common is known by whole segments
+        copies_known(engine)
+        engine.recall(rewound)
+        said, cached = go_on(engine, rewound)
+        assert same(said, expected, Mode.BATCHED)
+        assert kept - SMALL["segment_tokens"] <= cached <= kept
 
 
 def shorten(file: Path) -> None:

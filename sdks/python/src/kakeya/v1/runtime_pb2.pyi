@@ -1052,7 +1052,9 @@ class ForkSessionResponse(_message.Message):
     durability: Global___Durability.ValueType
     """As in CreateSessionResponse."""
     prefill_token_count: _builtins.int
-    """Tokens that the next Generate prefills if nothing is appended before. Absent: an older server."""
+    """Tokens that the next Generate prefills if nothing is appended before; fewer if a copy in a file has K/V of some.
+    Absent: an older server.
+    """
     @_builtins.property
     def strategy(self) -> Global___Strategy:
         """As in CreateSessionResponse. The strategy and the ids that end a Generate are those of the session it was made from."""

@@ -1135,7 +1135,8 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
   durability: Durability;
 
   /**
-   * Tokens that the next Generate prefills if nothing is appended before. Absent: an older server.
+   * Tokens that the next Generate prefills if nothing is appended before; fewer if a copy in a file has K/V of some.
+   * Absent: an older server.
    *
    * @generated from field: optional uint64 prefill_token_count = 14;
    */
