@@ -16,7 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 from inference_engine.errors import (
@@ -123,11 +123,7 @@ class SessionStore:
                 self.histories.check_kept(owner, sessions=1)
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
-            try:
-                session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
-            except BaseException:
-                kv.release()
-                raise
+            session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
             self._add(session)
             return session
 
@@ -153,11 +149,7 @@ class SessionStore:
                 kept_tokens=entries_kept(at),
             )
             kv.coming = kv.kept_of(parent.kv, entries_kept(at))
-            try:
-                session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
-            except BaseException:
-                kv.release()
-                raise
+            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
             parent.family = session.family = parent.family or object()
             parent.pins += 1
             session.pins += 1
@@ -179,12 +171,9 @@ class SessionStore:
             is_its_own = kv.can_rewind(entries_kept(at))
             if not is_its_own:
                 kv = self._without_memory(session, self._admission.shared(kv, entries_kept(at)))
-            try:
-                new = self._open(kv, session.eos_token_ids, session.owner, parent=session, at=at, label=session.label)
-            except BaseException:
-                if not is_its_own:
-                    kv.release()
-                raise
+            new = self._open(
+                kv, session.eos_token_ids, session.owner, parent=session, at=at, label=session.label, keeps=is_its_own
+            )
             new.family = session.family
             new.pins += 1
             if is_its_own:
@@ -227,17 +216,13 @@ class SessionStore:
     def page(self, owner: str, *, after: str, most: int) -> list[Session]:
         """The first `most` of the owner's sessions in the order of their ids, with ids greater than `after`."""
         with self._lock:
-            own = [
-                session
-                for session in self._sessions.values()
-                if session.owner == owner and session.session_id > after and not session.is_transient
-            ]
+            own = [each for each in self._of(owner) if each.session_id > after and not each.is_transient]
         return heapq.nsmallest(most, own, key=lambda session: session.session_id)
 
     def count_of(self, owner: str) -> int:
         """How many of the owner's sessions are in memory."""
         with self._lock:
-            return sum(session.owner == owner and not session.is_transient for session in self._sessions.values())
+            return sum(not session.is_transient for session in self._of(owner))
 
     def close(self, session_id: str, owner: str) -> int:
         """End a session; returns its final length. A running Generate commits nothing more."""
@@ -503,7 +488,7 @@ class SessionStore:
     def reserved_by(self, owner: str) -> Bound:
         """Bytes that the owner's sessions have reserved between Generates, on the device and off it."""
         with self._lock:
-            own = [session for session in self._sessions.values() if session.owner == owner]
+            own = self._of(owner)
             reserved = [session.kv.reserved for session in own]
             sustained = sum(bound.sustained_bytes for bound in reserved) + orphaned_bytes(own)
             return Bound(
@@ -548,6 +533,9 @@ class SessionStore:
 
     # -- helpers, lock held -----------------------------------------------------------------------------------------
 
+    def _of(self, owner: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.owner == owner]
+
     def _place_history(self, owner: str, tokens: int) -> None:
         """Let the owner's idle sessions leave memory until so many more tokens of history have a place in it.
 
@@ -584,8 +572,12 @@ class SessionStore:
         route: str = "",
         label: str = "",
         is_transient: bool = False,
+        keeps: bool = False,
     ) -> Session:
-        """A session around `kv`, with the first `at` tokens of `parent`, recorded in the journal."""
+        """A session around `kv`, with the first `at` tokens of `parent`, recorded in the journal.
+
+        keeps: where the journal refuses it, `kv` is not released.
+        """
         record = SessionRecord(
             _new_id(route if parent is None else _route_of(parent.session_id)),
             owner,
@@ -599,15 +591,17 @@ class SessionStore:
             label=label,
             created_at=self._wall_clock(),
         )
-        history = self.histories.begin(owner) if parent is None else parent.history.fork(at)
         journal = self._transient if is_transient else self._journal if parent is None else parent.journal
-        try:
+        with ExitStack() as undoing:
+            if not keeps:
+                undoing.callback(kv.release)
+            history = self.histories.begin(owner) if parent is None else parent.history.fork(at)
+            undoing.callback(history.release)
             saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id, at)
-        except BaseException:
-            history.release()
-            raise
-        is_transient |= parent is not None and parent.is_transient
-        return self._session(record, kv, history, saved, is_transient=is_transient)
+            is_transient |= parent is not None and parent.is_transient
+            session = self._session(record, kv, history, saved, is_transient=is_transient)
+            undoing.pop_all()
+        return session
 
     def _session(
         self, record: SessionRecord, kv: SessionKV, history: History, saved: Saved, *, is_transient: bool = False
