@@ -374,7 +374,7 @@ class Verifier:
             needs_logits |= block.wanted_logits > 0
             needs_taps |= block.needs_taps
             count = max(block.wanted_logits, sampled)
-            if count and block.kv.checks_old_entries:
+            if count and block.kv.takes_room:
                 asked_of.append((len(ends), block))
             aligned = _aligned_queries(span, count)
             ends.append(len(wanted) + (span.real.stop - aligned.start if count else 0))

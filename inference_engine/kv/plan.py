@@ -134,7 +134,7 @@ class StepPlan:
             self.is_numbers_only
             and self.query_count == len(self._sessions)
             and geometry.token_quantum == geometry.key_quantum == 1
-            and not any(kv.checks_old_entries for kv in self._sessions)
+            and not any(kv.takes_room for kv in self._sessions)
             and all(kv.reads_regions_alone for kv in self._sessions)
         )
 

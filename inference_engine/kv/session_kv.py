@@ -98,18 +98,19 @@ class SessionKV:
         self._is_active = False
         self._tier_bytes = 0  # reserved in the second tier
         self._plan = placed(strategy, context, limit_tokens, self.base)
-        self._is_selective = self._plan.is_selective
+        self.is_selective = self._plan.is_selective  # does `room` depend on whether the model generated a token?
         # Where a step ends at the latest: without, and with generated tokens.
         segment = context.geometry.segment_tokens
         step = self._plan.step(segment)
-        self._steps = (step, segment if self._is_selective else step)
+        self._steps = (step, segment if self.is_selective else step)
         self._ends_alone = self._plan.ends_alone
         # Do only archived layers want steps to end with a segment?
         self._joins_segments = all(layout.step is None for _, layout in self._plan.resident)
         self._is_reserved = False
         self.is_dropped = is_dropped
         self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
-        self.granted_tokens = limit_tokens  # memory is granted for a history of so many tokens; None: for any
+        # Memory is granted for a history of so many tokens, at most `limit_tokens`; None: for any.
+        self.granted_tokens = limit_tokens
         self._granted = self.bound  # the bytes of that grant
         self._granted_apart = 0  # bytes granted outside the resident allocations
         self._prefixes = tuple(prefixes)
@@ -175,8 +176,7 @@ class SessionKV:
     def covered_tokens(self) -> float:
         """The longest history that memory is granted for."""
         granted = self.granted_tokens
-        is_whole = not self.grows or granted is None or granted >= self._most_tokens
-        return math.inf if is_whole or granted is None else granted
+        return math.inf if granted is None or granted == self.limit_tokens else granted
 
     def grow(self, tokens: int) -> bool:
         """Grant memory for a history of `tokens`. False, and nothing changed, if the pool has none left.
@@ -358,7 +358,7 @@ class SessionKV:
 
     def rewind(self, at: int) -> None:
         """While idle, and only if it can: the history ends at `at`. What it would not have is gone (`kept`)."""
-        assert not self.staged and not (self.takes_room and self._is_active)
+        assert not self.staged and self.can_be_copied
         if at >= self.length:
             return
         if self.kept(at) < at or not at:
@@ -475,12 +475,10 @@ class SessionKV:
 
     @property
     def takes_room(self) -> bool:
-        """Does waking take room in the pool, which the idle session gives back?"""
-        return bool(self._archived)
+        """Does waking take room in the pool, for old entries, which the idle session gives back?
 
-    @property
-    def checks_old_entries(self) -> bool:
-        """Has `require_finite` anything to check?"""
+        They are what `require_finite` checks.
+        """
         return bool(self._archived)
 
     @property
@@ -546,7 +544,7 @@ class SessionKV:
         where its keys are turned otherwise. Raises OSError if the second tier cannot store its part; after that, only
         `forget` can be called.
         """
-        assert self.length == self.base and not other.staged and not (other.takes_room and other._is_active)
+        assert self.length == self.base and not other.staged and other.can_be_copied
         length, self.coming = self.kept_of(other, at), 0
         self.take_prefix_states()
         if length <= self.base or other.is_dropped:
@@ -563,7 +561,7 @@ class SessionKV:
 
         Tensors are made while they are read; some are views. Entries of a shared prefix are among them.
         """
-        assert not self.staged and not (self.takes_room and self._is_active)
+        assert not self.staged and self.can_be_copied
         saved: dict[str, Iterable[tuple[Tensor, ...]]] = {}
         for index, part in enumerate(self.parts):
             saved |= under(index, part.save(self.length))
@@ -574,7 +572,7 @@ class SessionKV:
 
         Raises OSError if the second tier cannot store its part; after an error, only `forget` can be called.
         """
-        assert self.length == self.base < length and not self.staged and not (self.takes_room and self._is_active)
+        assert self.length == self.base < length and not self.staged and self.can_be_copied
         self.length = length  # so that `forget` wipes what an error leaves
         self._end_quiet()
         for index, part in enumerate(self.parts):
@@ -593,11 +591,6 @@ class SessionKV:
         """Do all its queries read by plan numbers, and all that they see, wherever the device can do that?"""
         return not any(group.parts for group in self.groups)
 
-    @property
-    def is_selective(self) -> bool:
-        """Does `room` depend on whether the model generated a token?"""
-        return self._is_selective
-
     def room(self, *, generated: bool = True) -> int:
         """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
@@ -606,7 +599,6 @@ class SessionKV:
         limit it. Appended tokens may go on behind that end where old entries are restored for each step.
         """
         at = self.length if self._replayed is None else self._replayed  # `next_position`
-        to_limit = math.inf if self.limit_tokens is None else self.limit_tokens - at
         step = self._steps[generated]
         to_boundary = math.inf if step is None else step - at % step
         if self._ends_alone and to_boundary > 1:
@@ -614,8 +606,8 @@ class SessionKV:
         if not generated and self._archived and self._joins_segments and self._replayed is None:
             to_boundary += self._archived[0].room_beyond(at)
         to_replayed = math.inf if self._replayed is None else self.pending_replay
-        to_granted = math.inf if not self.grows or self.granted_tokens is None else self.granted_tokens - at
-        return int(min(to_limit, to_boundary, to_replayed, to_granted))
+        to_granted = math.inf if self.granted_tokens is None else self.granted_tokens - at
+        return int(min(to_boundary, to_replayed, to_granted))
 
     def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
         """Give the next `count` positions their slots. They are not committed yet.
@@ -633,7 +625,7 @@ class SessionKV:
         if self.states is not None:
             self.end_lending()
         assert self._is_active, "a session has to wake before it stages"
-        room = self.room(generated=self._is_selective and generated is not None and bool(generated.any()))
+        room = self.room(generated=self.is_selective and generated is not None and bool(generated.any()))
         assert self.staged == 0 and 0 < count <= room, (self.staged, count, room)
         first = self.next_position
         positions = np.arange(first, first + count, dtype=np.int64)
@@ -656,11 +648,7 @@ class SessionKV:
     def _most_quiet(self, position: int) -> int:
         segment = self.context.geometry.segment_tokens
         end = position - position % segment + segment  # where entries may be evicted
-        if self.limit_tokens is not None:
-            end = min(end, self.limit_tokens)
-        if self.grows and self.granted_tokens is not None:
-            end = min(end, self.granted_tokens)
-        return end
+        return end if self.granted_tokens is None else min(end, self.granted_tokens)
 
     def _end_quiet(self) -> None:
         """More happens than that tokens are entered in the tables."""
