@@ -20,8 +20,8 @@ unexport CXX
 # Nor make every process compile all modules anew: tests start many, and pytest rewrites what asserts.
 unexport PYTHONDONTWRITEBYTECODE
 
-SOURCES := inference_engine kakeya_gateway kv_cache_proposer laboratory plugins scripts tests
-TYPED := inference_engine kakeya_gateway kv_cache_proposer laboratory plugins sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
+SOURCES := deploy inference_engine kakeya_gateway kv_cache_proposer laboratory plugins scripts tests
+TYPED := deploy/ray inference_engine kakeya_gateway kv_cache_proposer laboratory plugins sdks/python/src $(sort $(dir $(wildcard sdks/python/*/*.py))) scripts tests
 LINTED := $(SOURCES) sdks/python setup.py build_backend.py
 
 # The theme announces its successor at each start; the pins decide. --quiet would make --strict see nothing.
@@ -109,10 +109,10 @@ test-mac: developed ## on a Mac with Apple silicon: MLX on its GPU, memory, a lo
 test-hostile: developed ## every attack on a server of its own on loopback, and what its neighbours notice; ten minutes
 	@OMP_NUM_THREADS=1 timeout --kill-after=30 900 $(BIN)/python -m pytest -m hostile --timeout=300 $(ARGS)
 
-fronts: ## Debian's HAProxy, nginx and Prometheus, which tests of `deploy` start: installed by apt where one is missing
-	@export PATH="$$PATH:/usr/sbin:/sbin"; { command -v haproxy && command -v nginx && command -v promtool; } >/dev/null || { \
+fronts: ## Debian's HAProxy, nginx, Prometheus and systemd, for tests of `deploy`: installed by apt where one is missing
+	@export PATH="$$PATH:/usr/sbin:/sbin"; { command -v haproxy && command -v nginx && command -v promtool && command -v systemd-analyze; } >/dev/null || { \
 	    as_root=$$([ "$$(id -u)" = 0 ] || echo sudo); $$as_root apt-get update -q && \
-	    DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -q -y --no-install-recommends haproxy nginx-light prometheus; }
+	    DEBIAN_FRONTEND=noninteractive $$as_root apt-get install -q -y --no-install-recommends haproxy nginx-light prometheus systemd; }
 
 postgres: ## Debian's PostgreSQL, which tests of that journal start for themselves: installed by apt where there is none
 	@command -v initdb >/dev/null || ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || { \
