@@ -37,7 +37,9 @@ class Operation:
     @property
     def reads(self) -> tuple[str, ...]:
         """The registers that it reads, without one that it adds to."""
-        return tuple(getattr(self, name) for name in ("input", "router", "gate", "register") if hasattr(self, name))
+        return tuple(
+            getattr(self, name) for name in ("input", "router", "gate", "other", "register") if hasattr(self, name)
+        )
 
     @property
     def writes(self) -> str | None:
@@ -215,8 +217,28 @@ class DeltaRule(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveScan(Operation):
+    """The state space of Mamba 2 (Dao and Gu, arXiv 2405.21060): per head a matrix S of the whole history,
+
+        S ← exp(-exp(decay) · t) · S + k (t · v)ᵀ,  output = qᵀ S + skip · v        t = softplus(gate + bias)
+
+    input: values, keys and queries of a token (x, B and C), one behind the other. gate: a number for each head. state:
+    of `StepList.states`, which has the sizes. It may write into its inputs.
+    """
+
+    input: str
+    gate: str
+    output: str
+    decay: str
+    bias: str
+    skip: str
+    state: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GatedNorm(Operation):
-    """output = norm(input) · silu(gate): a root mean square norm of `heads` pieces of `width` numbers."""
+    """output = norm(input) · silu(gate), or norm(input · silu(gate)): a root mean square norm of `heads` pieces of
+    `width` numbers. weights: of a piece; of all pieces where the gate comes `first`."""
 
     input: str
     gate: str
@@ -225,14 +247,39 @@ class GatedNorm(Operation):
     epsilon: float
     width: int
     heads: int
+    first: bool = False
 
     def plain(self, step: PlainStep) -> None:
         states, gate = step.registers[self.input], step.registers[self.gate].float()
-        part = states.float().view(len(states), self.heads, self.width)
-        normed = (
-            part * (part.square().mean(-1, keepdim=True) + self.epsilon).rsqrt() * step.tensor(self.weights).float()
-        )
-        step.registers[self.output] = (normed.flatten(1) * gate * gate.sigmoid()).to(states.dtype)
+        gate, weights = gate * gate.sigmoid(), step.tensor(self.weights).float()
+        inner = states.float() * gate if self.first else states.float()
+        part = inner.view(len(states), self.heads, self.width)
+        normed = part * (part.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
+        out = normed.flatten(1) * weights if self.first else (normed * weights).flatten(1) * gate
+        step.registers[self.output] = out.to(states.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Multiply(Operation):
+    """output = input · other, number by number."""
+
+    input: str
+    other: str
+    output: str
+
+    def plain(self, step: PlainStep) -> None:
+        step.registers[self.output] = step.registers[self.input] * step.registers[self.other]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale(Operation):
+    """The register times `factor`."""
+
+    register: str
+    factor: float
+
+    def plain(self, step: PlainStep) -> None:
+        step.registers[self.register] = step.registers[self.register] * self.factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -124,6 +124,9 @@ class Kind(enum.IntEnum):
     CONVOLVE = 15
     DELTA_RULE = 16
     GATED_NORM = 17
+    SELECTIVE_SCAN = 18
+    MULTIPLY = 19
+    SCALE = 20
 
 
 class Routing(enum.IntFlag):

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
+from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
+from transformers.models.lfm2 import Lfm2Config
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo_hybrid import OlmoHybridConfig
@@ -69,6 +71,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_5": Qwen3_5TextConfig(num_hidden_layers=4),
     "qwen3_5_moe": Qwen3_5MoeTextConfig(num_hidden_layers=4),
     "qwen3_next": Qwen3NextConfig(num_hidden_layers=4, norm_topk_prob=False),
+    "lfm2": Lfm2Config(num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "granitemoehybrid": GraniteMoeHybridConfig(
+        num_hidden_layers=4,
+        num_local_experts=0,
+        mamba_n_groups=2,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.3,
+        logits_scaling=4.0,
+        layer_types=["linear_attention", "full_attention"] * 2,
+    ),
     "olmo_hybrid": OlmoHybridConfig(num_hidden_layers=4, linear_allow_neg_eigval=True),
 }
 KINDS = [

@@ -25,14 +25,14 @@ from inference_engine.kv.parts.open_chunk import OpenChunkStates
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.operations import Convolve, DeltaRule, Given, StateSizes, StepList
+from inference_engine.models.operations import Convolve, DeltaRule, Given, SelectiveScan, StateSizes, StepList
 from inference_engine.native.library import KVType, NativeStep, ProductIdentity, StateSpan
 from inference_engine.types import Mode
 from tests.backends.test_hybrids import config_of, own_of
 from tests.further import further
 from tests.laws.variants import text
 from tests.native.test_forward import Sessions, ids_of
-from tests.tiny import DELTA
+from tests.tiny import DELTA, MAMBA
 from tests.tiny_native import library, tiny_native
 
 CHUNK, ROOM = 8, 16  # as the kernels have them
@@ -44,23 +44,30 @@ Floats = NDArray[np.float64]
 # -- the kernels ------------------------------------------------------------------------------------------------------
 
 
-class Rule:
-    """A convolution and the delta rule behind it, over one session, whose inputs are random."""
+RULES = ("delta", "doubled delta", "scan")
 
-    def __init__(self, sizes: StateSizes, *, doubles: bool = False, threads: int = 1, level: str = "auto") -> None:
-        self.sizes, self.doubles = sizes, doubles
+
+class Rule:
+    """A convolution and the delta rule or a state space behind it, over one session, whose inputs are random."""
+
+    def __init__(self, sizes: StateSizes, kind: str, *, threads: int = 1, level: str = "auto") -> None:
+        self.sizes, self.is_scan, self.doubles = sizes, kind == "scan", kind == "doubled delta"
         random = np.random.default_rng(3)
         heads = sizes.value_heads
         self.weights = random.standard_normal((sizes.channels, 1, sizes.taps)).astype(np.float32)
-        self.decay, self.bias = (random.standard_normal(heads).astype(np.float32) for _ in range(2))
-        self.widths = {"in": sizes.channels, "gates": 2 * heads, "conv": sizes.channels, "out": heads * sizes.value_dim}
+        self.decay, self.bias, self.skip = (random.standard_normal(heads).astype(np.float32) for _ in range(3))
+        self.widths = {"in": sizes.channels, "conv": sizes.channels, "out": heads * sizes.value_dim}
+        self.widths["gates"] = heads if self.is_scan else 2 * heads
+        names: dict[str, Any] = {"input": "conv", "gate": "gates", "output": "out", "decay": "decay", "bias": "bias"}
         operations = (
             Given(output="in"),
             Convolve(input="in", output="conv", weights=("conv",), state=0, activation="silu"),
-            DeltaRule(input="conv", gate="gates", output="out", decay="decay", bias="bias", state=0, doubles=doubles),
+            SelectiveScan(**names, skip="skip", state=0)
+            if self.is_scan
+            else DeltaRule(**names, state=0, doubles=self.doubles),
         )
         steps = StepList(operations=operations, widths=self.widths, layers=(), hidden=1, vocabulary=1, states=(sizes,))
-        tensors = {"conv": self.weights, "decay": self.decay, "bias": self.bias}
+        tensors = {"conv": self.weights, "decay": self.decay, "bias": self.bias, "skip": self.skip}
         self.program = Program(
             library(),
             steps,
@@ -107,16 +114,34 @@ class Rule:
         for token, gate in enumerate(gates.astype(np.float64)):
             mixed = (padded[token : token + sizes.taps] * self.weights[:, 0].T).sum(0)
             mixed = mixed / (1 + np.exp(-mixed))
-            queries, own_keys, own_values = np.split(mixed, np.cumsum([sizes.key_heads * keys] * 2))
-            group = sizes.value_heads // sizes.key_heads
-            q, k = (unit(each.reshape(-1, keys)).repeat(group, 0) for each in (queries, own_keys))
-            v = own_values.reshape(-1, values)
-            beta = (1 + self.doubles) / (1 + np.exp(-gate[: sizes.value_heads]))
-            decay = np.exp(-np.exp(self.decay) * np.log1p(np.exp(gate[sizes.value_heads :] + self.bias)))
-            matrices *= decay[:, None, None]
-            matrices += np.einsum("hk,hv->hkv", k, beta[:, None] * (v - np.einsum("hk,hkv->hv", k, matrices)))
-            outs.append(np.einsum("hk,hkv->hv", q, matrices).reshape(-1) / np.sqrt(keys))
+            outs.append((self._scan if self.is_scan else self._delta)(mixed, gate, matrices).reshape(-1))
         return np.array(outs)
+
+    def _delta(self, mixed: Floats, gate: Floats, matrices: Floats) -> Floats:
+        sizes, keys = self.sizes, self.sizes.key_dim
+        queries, own_keys, own_values = np.split(mixed, np.cumsum([sizes.key_heads * keys] * 2))
+        q, k = (self._of_heads(unit(each.reshape(-1, keys))) for each in (queries, own_keys))
+        v = own_values.reshape(-1, sizes.value_dim)
+        beta = (1 + self.doubles) / (1 + np.exp(-gate[: sizes.value_heads]))
+        decay = np.exp(-np.exp(self.decay) * np.log1p(np.exp(gate[sizes.value_heads :] + self.bias)))
+        matrices *= decay[:, None, None]
+        matrices += np.einsum("hk,hv->hkv", k, beta[:, None] * (v - np.einsum("hk,hkv->hv", k, matrices)))
+        found: Floats = np.einsum("hk,hkv->hv", q, matrices) / np.sqrt(keys)
+        return found
+
+    def _scan(self, mixed: Floats, gate: Floats, matrices: Floats) -> Floats:
+        sizes = self.sizes
+        width, keys = sizes.value_heads * sizes.value_dim, sizes.key_heads * sizes.key_dim
+        values, own_keys, queries = np.split(mixed, [width, width + keys])
+        q, k = (self._of_heads(each.reshape(-1, sizes.key_dim)) for each in (queries, own_keys))
+        v, size = values.reshape(-1, sizes.value_dim), np.log1p(np.exp(gate + self.bias))
+        matrices *= np.exp(-np.exp(self.decay) * size)[:, None, None]
+        matrices += np.einsum("hk,hv->hkv", k, size[:, None] * v)
+        found: Floats = np.einsum("hk,hkv->hv", q, matrices) + self.skip[:, None] * v
+        return found
+
+    def _of_heads(self, shared: Floats) -> Floats:
+        return shared.repeat(self.sizes.value_heads // self.sizes.key_heads, 0)
 
 
 def unit(x: Floats) -> Floats:
@@ -145,27 +170,26 @@ def sizes_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int, tap
 SIZES = (sizes_of(2, 4, 16, 16, 4), sizes_of(1, 3, 32, 48, 2), sizes_of(2, 2, 128, 128, 4), sizes_of(1, 1, 16, 144, 12))
 
 
+@pytest.mark.parametrize("kind", RULES)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_rule_is_that_of_the_paper_however_its_tokens_come(sizes: StateSizes) -> None:
-    expected = None
-    for doubles in (False, True):
-        rule = Rule(sizes, doubles=doubles)
-        inputs, gates = inputs_for(rule, 70)
-        expected = rule.plain(inputs, gates)
-        whole = rule.step(inputs, gates)
-        assert np.abs(whole - expected).max() < ROUNDING * np.abs(expected).max()
-        for level in library().levels():
-            other, found, at = Rule(sizes, doubles=doubles, threads=2, level=level), [], 0
-            for count in (1, 3, 9, 1, 20, 8, 2, 1):
-                if count < 9:  # a draft of which all or some is rejected
-                    other.step(inputs[at : at + 9][::-1], gates[at : at + 9][::-1], keep=0)
-                    found.append(other.step(*with_draft(inputs, gates, at, count), keep=count)[:count])
-                else:
-                    found.append(other.step(inputs[at : at + count], gates[at : at + count]))
-                at += count
-            found.append(other.step(inputs[at:], gates[at:]))
-            assert np.array_equal(np.concatenate(found), whole), level
-            assert np.array_equal(other.memory, rule.memory), level
+def test_a_rule_is_that_of_its_paper_however_its_tokens_come(sizes: StateSizes, kind: str) -> None:
+    rule = Rule(sizes, kind)
+    inputs, gates = inputs_for(rule, 70)
+    expected = rule.plain(inputs, gates)
+    whole = rule.step(inputs, gates)
+    assert np.abs(whole - expected).max() < ROUNDING * np.abs(expected).max()
+    for level in library().levels():
+        other, found, at = Rule(sizes, kind, threads=2, level=level), [], 0
+        for count in (1, 3, 9, 1, 20, 8, 2, 1):
+            if count < 9:  # a draft of which all or some is rejected
+                other.step(inputs[at : at + 9][::-1], gates[at : at + 9][::-1], keep=0)
+                found.append(other.step(*with_draft(inputs, gates, at, count), keep=count)[:count])
+            else:
+                found.append(other.step(inputs[at : at + count], gates[at : at + count]))
+            at += count
+        found.append(other.step(inputs[at:], gates[at:]))
+        assert np.array_equal(np.concatenate(found), whole), level
+        assert np.array_equal(other.memory, rule.memory), level
 
 
 def with_draft(
@@ -185,14 +209,14 @@ def states(session: SessionKV) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", Mode)
-@pytest.mark.parametrize("weights", ["auto", further("int4")])
-def test_logits_and_states_are_equal_to_the_bit_however_tokens_come(weights: str, mode: Mode) -> None:
-    forward = tiny_native(hybrid=DELTA, weights=weights, kv_type=KVType.FLOAT16)
+@pytest.mark.parametrize(("hybrid", "weights"), [(DELTA, "auto"), (MAMBA, "auto"), further(DELTA, "int4")])
+def test_logits_and_states_are_equal_to_the_bit_however_tokens_come(hybrid: str, weights: str, mode: Mode) -> None:
+    forward = tiny_native(hybrid=hybrid, weights=weights, kv_type=KVType.FLOAT16)
     ids = ids_of(100)
     alone = Sessions(forward, Full(), mode=mode)
     expected = alone.logits(0, ids, [])
     for level in library().levels():
-        other = tiny_native(hybrid=DELTA, weights=weights, kv_type=KVType.FLOAT16, threads=3, level=level)
+        other = tiny_native(hybrid=hybrid, weights=weights, kv_type=KVType.FLOAT16, threads=3, level=level)
         for cuts in (range(1, 100), [17, 33, 40, 41, 90]):
             again = Sessions(other, Full(), mode=mode)
             assert torch.equal(again.logits(0, ids, cuts), expected), (level, cuts)
@@ -276,9 +300,15 @@ def test_states_count_in_the_bound_and_take_no_more_with_drafts() -> None:
 # -- from a folder ----------------------------------------------------------------------------------------------------
 
 
+OTHERS = ("qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid")
+CHANGES: dict[str, dict[str, Any]] = {
+    "olmo_hybrid": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "granitemoehybrid": {"num_local_experts": 0, "logits_scaling": 2.0},
+}
+
+
 def made(family: str) -> PreTrainedModel:
-    changes = {"head_dim": 16} if family != "olmo_hybrid" else {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
-    return own_of(config_of(family, **changes))
+    return own_of(config_of(family, **CHANGES.get(family, {})))
 
 
 def opened(folder: Path, **settings: Any) -> NativeForward:
@@ -291,7 +321,7 @@ def opened(folder: Path, **settings: Any) -> NativeForward:
 
 
 @pytest.mark.usefixtures("trying_no_strategies")
-@pytest.mark.parametrize("family", ["qwen3_5_text", *map(further, ("qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"))])
+@pytest.mark.parametrize("family", ["qwen3_5_text", *map(further, OTHERS)])
 def test_a_folder_of_safetensors_is_served_natively(family: str, tmp_path: Path) -> None:
     ids = text(60)
     for stored, weights in (("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8")):
@@ -313,7 +343,7 @@ def test_a_folder_of_safetensors_is_served_natively(family: str, tmp_path: Path)
 
 def to_bytes(model: PreTrainedModel) -> None:
     """Round the matrices that are asked to be, as they are rounded: 32 inputs to a scale of 16 bits."""
-    small = ("in_proj_a", "in_proj_b", ".a_proj", ".b_proj", "mlp.gate.", "shared_expert_gate", "conv1d")
+    small = ("in_proj_a", "in_proj_b", ".a_proj", ".b_proj", "mlp.gate.", "shared_expert_gate", "conv1d", "conv.conv")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and not any(part in name for part in small):

@@ -42,7 +42,7 @@ _KV_TYPES = {
 _NAMES = {ProductIdentity.EXACT: "exact", ProductIdentity.QUANTISED: "int8"}
 
 # Tensors of a text model; what else a checkpoint has is not read.
-_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.")
 _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 

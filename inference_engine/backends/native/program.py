@@ -36,12 +36,15 @@ from inference_engine.models.operations import (
     Gated,
     GatedNorm,
     Given,
+    Multiply,
     Norm,
     Operation,
     OperationKernels,
     Product,
     Rotate,
+    Scale,
     Select,
+    SelectiveScan,
     SigmoidGate,
     Slice,
     Softcap,
@@ -319,7 +322,7 @@ class Program:
 _PLACES: Mapping[str, tuple[str, Callable[[Program, Any], int | float]]] = {
     **{name: (name, lambda program, name: program.registers[name]) for name in ("input", "output")},
     "register": ("input", lambda program, name: program.registers[name]),
-    **{name: ("second", lambda program, name: program.registers[name]) for name in ("router", "gate")},
+    **{name: ("second", lambda program, name: program.registers[name]) for name in ("router", "gate", "other")},
     **{name: (name, lambda _, number: number) for name in ("layer", "heads", "width", "offset")},
     "state": ("layer", lambda _, number: number),
     **{name: ("number", lambda _, number: number) for name in ("epsilon", "factor", "scaling", "limit")},
@@ -331,7 +334,7 @@ Lower = Callable[[Program, Any], Iterable[NativeOperation]]
 KERNELS: OperationKernels[Lower] = OperationKernels("the native backend")
 
 
-@KERNELS.of(Attend, Add, Gated, Given, Select, SigmoidGate, Softcap, Tap, Write)
+@KERNELS.of(Attend, Add, Gated, Given, Multiply, Scale, Select, SigmoidGate, Softcap, Tap, Write)
 def _plain(program: Program, operation: Operation) -> Iterable[NativeOperation]:
     yield program.lowered(operation)
 
@@ -358,7 +361,8 @@ def _norm(program: Program, operation: Norm) -> Iterable[NativeOperation]:
 @KERNELS.of(GatedNorm)
 def _gated_norm(program: Program, operation: GatedNorm) -> Iterable[NativeOperation]:
     one = program.lowered(operation)
-    one.vector = program.vector(program.numbers(operation.weights, operation.width))
+    width = operation.width * (operation.heads if operation.first else 1)
+    one.vector, one.flag = program.vector(program.numbers(operation.weights, width)), operation.first
     yield one
 
 
@@ -387,12 +391,15 @@ def _convolve(program: Program, operation: Convolve) -> Iterable[NativeOperation
     yield one
 
 
-@KERNELS.of(DeltaRule)
-def _delta_rule(program: Program, operation: DeltaRule) -> Iterable[NativeOperation]:
+@KERNELS.of(DeltaRule, SelectiveScan)
+def _rule(program: Program, operation: DeltaRule | SelectiveScan) -> Iterable[NativeOperation]:
     one, heads = program.lowered(operation), program.steps.states[operation.state].value_heads
     one.vector = program.vector(-np.exp(program.numbers(operation.decay, heads)))
     program.vector(program.numbers(operation.bias, heads))
-    one.flag = operation.doubles
+    if isinstance(operation, SelectiveScan):
+        program.vector(program.numbers(operation.skip, heads))
+    else:
+        one.flag = operation.doubles
     yield one
 
 

@@ -21,12 +21,15 @@ from inference_engine.models.operations import (
     Experts,
     Gated,
     GatedNorm,
+    Multiply,
     Norm,
     NoStepListError,
     Operation,
     Product,
     Rotate,
+    Scale,
     Select,
+    SelectiveScan,
     SigmoidGate,
     Slice,
     Softcap,
@@ -117,12 +120,14 @@ class ListWriter:
         softcap: float | None = None,
         is_gated: bool = False,
         norms_all_heads: bool = False,
+        names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
     ) -> None:
         """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
         `k_norm` of heads where they are there, rotation, attention, `o_proj`.
 
         scaling: of scores; None: the inverse root of a head's size. is_gated: does `q_proj` give each head a gate of
-        what it attends to, behind its query? norms_all_heads: is a norm one of all heads together?
+        what it attends to, behind its query? norms_all_heads: is a norm one of all heads together? names: of the
+        norms and of the last projection.
         """
         geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
         assert geometry is not None and layer.stored is not None, "it has attention"
@@ -152,7 +157,7 @@ class ListWriter:
             self.slice(both, heads, first=2 * queries * dim, count=2 * keys * dim, offset=queries * dim)
         else:
             self.product("normed", heads, *projections)
-        for name, count, offset in (("q_norm", queries, 0), ("k_norm", keys, queries * dim)):
+        for name, count, offset in ((names[0], queries, 0), (names[1], keys, queries * dim)):
             if self.has(f"{prefix}{name}.weight"):
                 width, parts = (count * dim, 1) if norms_all_heads else (dim, count)
                 self._norm(f"{prefix}{name}", heads, heads, width=width, heads=parts, offset=offset)
@@ -162,7 +167,7 @@ class ListWriter:
         self.operations.append(Attend(input=heads, output=mixed, layer=layer.stored, scaling=scale, softcap=softcap))
         if is_gated:
             self.operations.append(SigmoidGate(input=mixed, gate=gates, output=mixed))
-        self.product(mixed, "delta", f"{prefix}o_proj")
+        self.product(mixed, "delta", f"{prefix}{names[2]}")
 
     def keep(self, layer: ListedLayer, sizes: Mapping[str, int]) -> int:
         """The number of a layer's state, of these sizes (`StateSizes`)."""
@@ -197,19 +202,11 @@ class ListWriter:
         these names.
         """
         sizes = self.states[state]
-        convolved = self.register("convolved", sizes.channels)
         mixed = self.register("mixed by states", sizes.value_heads * sizes.value_dim)
-        bias, apart = f"{prefix}conv1d.bias", [f"{prefix}{one}_conv1d.weight" for one in "qkv"]
-        weights = apart if self.has(apart[0]) else [f"{prefix}conv1d.weight"]
+        apart = [f"{prefix}{one}_conv1d" for one in "qkv"]
+        names_of = apart if self.has(f"{apart[0]}.weight") else [f"{prefix}conv1d"]
+        convolved = self.convolve(inputs, state, *names_of, activation="silu")
         self.operations += [
-            Convolve(
-                input=inputs,
-                output=convolved,
-                weights=tuple(map(self._own, weights)),
-                bias=bias if self.has(bias) else None,
-                activation="silu",
-                state=state,
-            ),
             DeltaRule(
                 input=convolved,
                 gate=gates,
@@ -231,6 +228,57 @@ class ListWriter:
         ]
         self.product(mixed, "delta", f"{prefix}{names[1]}")
 
+    def scan(
+        self, prefix: str, state: int, *, inputs: str, gates: str, outer: str, epsilon: float, groups: int
+    ) -> None:
+        """delta = a state space of the registers `inputs` (values, keys, queries) and `gates`, behind the convolution
+        `conv1d`; then a norm of `groups`, gated by `outer` before, and a projection."""
+        sizes = self.states[state]
+        width = sizes.value_heads * sizes.value_dim
+        mixed = self.register("mixed by states", width)
+        convolved = self.convolve(inputs, state, f"{prefix}conv1d", activation="silu")
+        self.operations += [
+            SelectiveScan(
+                input=convolved,
+                gate=gates,
+                output=mixed,
+                decay=self._own(f"{prefix}A_log"),
+                bias=self._own(f"{prefix}dt_bias"),
+                skip=self._own(f"{prefix}D"),
+                state=state,
+            ),
+            GatedNorm(
+                input=mixed,
+                gate=outer,
+                output=mixed,
+                weights=self._own(f"{prefix}norm.weight"),
+                epsilon=epsilon,
+                width=width // groups,
+                heads=groups,
+                first=True,
+            ),
+        ]
+        self.product(mixed, "delta", f"{prefix}out_proj")
+
+    def convolve(self, register: str, state: int, *modules: str, activation: str | None = None) -> str:
+        """The register of the convolution of another, by the weights of these modules."""
+        output, bias = self.register("convolved", self.states[state].channels), f"{modules[0]}.bias"
+        self.operations.append(
+            Convolve(
+                input=register,
+                output=output,
+                weights=tuple(self._own(f"{module}.weight") for module in modules),
+                bias=bias if len(modules) == 1 and self.has(bias) else None,
+                activation=activation,
+                state=state,
+            )
+        )
+        return output
+
+    def multiply(self, register: str, other: str, output: str) -> None:
+        """output = register · other."""
+        self.operations.append(Multiply(input=register, other=other, output=output))
+
     def slice(
         self,
         register: str,
@@ -248,18 +296,27 @@ class ListWriter:
             Slice(input=register, output=output, heads=heads, width=whole, first=first, count=count, offset=offset)
         )
 
-    def gated(self, prefix: str, *, inner: int | None, activation: str, output: str = "delta") -> None:
+    def gated(
+        self,
+        prefix: str,
+        *,
+        inner: int | None,
+        activation: str,
+        output: str = "delta",
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
         """output = down_proj(activation(gate_proj(normed)) · up_proj(normed)), or of `gate_up_proj`.
 
-        inner: the width between them. activation: under transformers' name.
+        inner: the width between them. activation: under transformers' name. names: of the projections.
         """
         inner = inner or 0
         gates, between = self.register("gates", 2 * inner), self.register("inner", inner)
-        is_one = self.has(f"{prefix}gate_up_proj.weight")
-        both = [f"{prefix}gate_up_proj"] if is_one else [f"{prefix}gate_proj", f"{prefix}up_proj"]
-        self.product("normed", gates, *both)
+        *both, last = names
+        if self.has(f"{prefix}gate_up_proj.weight"):
+            both = ["gate_up_proj"]
+        self.product("normed", gates, *(f"{prefix}{name}" for name in both))
         self.operations.append(Gated(input=gates, output=between, activation=_activation(activation)))
-        self.product(between, output, f"{prefix}down_proj")
+        self.product(between, output, f"{prefix}{last}")
 
     def experts(self, prefix: str, router: Router, *, count: int, activation: str, bias: str | None = None) -> None:
         """delta = the mixture of `count` experts of normed, which `router` chooses by the logits of `gate`.
@@ -296,14 +353,16 @@ class ListWriter:
             self.operations.append(SigmoidGate(input=output, gate=opens, output=output))
         self.add(output, "delta")
 
-    def add(self, register: str, output: str) -> None:
-        """output += register."""
-        self.operations.append(Add(input=register, output=output))
+    def add(self, register: str, output: str, *, factor: float = 1.0) -> None:
+        """output += register · factor."""
+        self.operations.append(Add(input=register, output=output, factor=factor))
 
-    def head(self, *, softcap: float | None = None) -> None:
-        """The logits of the queries asked for, by the head or, if there is none, the embedding."""
+    def head(self, *, softcap: float | None = None, norm: str = "model.norm", factor: float = 1.0) -> None:
+        """The logits of the queries asked for, by the head or, if there is none, the embedding, times `factor`."""
         self.operations.append(Select(input="hidden", output="last"))
-        self.norm("model.norm", "last", "last")
+        self.norm(norm, "last", "last")
+        if factor != 1.0:
+            self.operations.append(Scale(register="last", factor=factor))
         head = HEAD if self.has(HEAD) else EMBEDDING
         biases = ("lm_head.bias",) if self.has("lm_head.bias") else ()
         self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))

@@ -1,5 +1,5 @@
-// Layers that keep a recurrent state of the history: a short convolution, and the gated delta rule over its outputs
-// (`DeltaRule` of `inference_engine/models/operations.py`).
+// Layers that keep a recurrent state of the history: a short convolution, and the gated delta rule or a state space over
+// its outputs (`DeltaRule`, `SelectiveScan` of `inference_engine/models/operations.py`).
 //
 // Of one session and layer there is the state after a whole number of chunks, counted from position 0, and the entries of
 // the tokens since: the open chunk. A token's output is read from both, and a chunk that is full is folded into the state.
@@ -79,7 +79,7 @@ static void convolve(Threads& threads, const StateLayer& l, const Step& step, co
   }
 }
 
-// -- the delta rule ---------------------------------------------------------------------------------------------------
+// -- the delta rule, and a state space ---------------------------------------------------------------------------------------------------
 
 INLINE float dot_of(const float* x, const float* y, int64_t width) {
   F total = all(0.0f);
@@ -87,7 +87,7 @@ INLINE float dot_of(const float* x, const float* y, int64_t width) {
   return sum(total);
 }
 
-// out[n][value_dim] = x[n] · matrix, for N vectors x, each at once for both of a pair.
+// out[n][value_dim] = x[n] · matrix, for N vectors x.
 template <int N, int COLUMNS>
 INLINE int64_t read_columns(const float* matrix, const float* const* x, int64_t keys, int64_t values, int64_t column,
                             float* const* out) {
@@ -116,7 +116,7 @@ constexpr int STATE_SUMS = 16;
 #else
 constexpr int STATE_SUMS = 4;
 #endif
-constexpr int STATE_PAIRS = STATE_SUMS / 4;  // tokens at once, whose key and query read the matrix together
+constexpr int STATE_READS = STATE_SUMS / 2;  // keys and queries that read the matrix together
 
 template <int N>
 INLINE void read_state(const float* matrix, const float* const* x, int64_t keys, int64_t values, float* const* out) {
@@ -149,14 +149,17 @@ static void fold(const float* matrix, const ChunkEntries& entries, int64_t keys,
   }
 }
 
-// The registers of a step. A token's decay becomes that since its chunk began, its value what it adds to the state.
-struct DeltaRegisters {
+// The registers of a step, and where in them queries, keys, values and decays begin. A token's decay becomes that since
+// its chunk began, its value what it adds to the state.
+struct RuleRegisters {
   float *inputs, *gates, *out;
-  int64_t input_width, gate_width, out_width;
+  int64_t input_width, gate_width, out_width, queries_at, keys_at, values_at, decays_at;
 };
 
-// What one head gives the tokens of a span.
-static void delta_head(const StateLayer& l, const StateSpan& span, int64_t head, const DeltaRegisters& r) {
+// What one head gives the tokens of a span. CORRECTS: what the state knows of a key is subtracted of its value, and the
+// rest counts by the gate; else the output has its skip already.
+template <bool CORRECTS>
+static void run_head(const StateLayer& l, const StateSpan& span, int64_t head, const RuleRegisters& r) {
   static thread_local Scratch matrix_memory, read_memory, pointer_memory, decay_memory;
   int64_t keys = l.key_dim, values = l.value_dim, all_keys = l.key_heads * keys, all_values = l.value_heads * values;
   int64_t key_at = head / (l.value_heads / l.key_heads) * keys, value_at = head * values, size = keys * values;
@@ -174,11 +177,11 @@ static void delta_head(const StateLayer& l, const StateSpan& span, int64_t head,
     bool is_open = position < span.position;
     int64_t at = position - base;
     own_keys[place] = is_open ? before.keys + at * all_keys + key_at
-                              : r.inputs + row(position) * r.input_width + all_keys + key_at;
+                              : r.inputs + row(position) * r.input_width + r.keys_at + key_at;
     own_values[place] = is_open ? before.values + at * all_values + value_at
-                                : r.inputs + row(position) * r.input_width + 2 * all_keys + value_at;
+                                : r.inputs + row(position) * r.input_width + r.values_at + value_at;
     decays[place] = is_open ? before.decays[at * l.value_heads + head]
-                            : r.gates[row(position) * r.gate_width + l.value_heads + head];
+                            : r.gates[row(position) * r.gate_width + r.decays_at + head];
   };
 
   for (int64_t start = base; start < end; start += l.chunk) {
@@ -190,53 +193,57 @@ static void delta_head(const StateLayer& l, const StateSpan& span, int64_t head,
     float since = 0.0f;
     for (int64_t position = start; position < stop; position++) {
       if (position >= first) {
-        float* decay = r.gates + row(position) * r.gate_width + l.value_heads + head;
+        float* decay = r.gates + row(position) * r.gate_width + r.decays_at + head;
         *decay += since;
       }
       enter(position, position - start);
       since = decays[position - start];
     }
-    // What keys and queries read of the state, for several tokens at once: one after the other.
+    // What keys and queries read of the state, for several tokens at once.
+    constexpr int OWN = CORRECTS ? 2 : 1, TOKENS = STATE_READS / OWN;  // of a token; at once
     for (int64_t position = first; position < stop;) {
-      const float* x[2 * STATE_PAIRS];
-      float* out[2 * STATE_PAIRS];
-      int64_t count = std::min<int64_t>(STATE_PAIRS, stop - position);
+      const float* x[STATE_READS];
+      float* out[STATE_READS];
+      int64_t count = stop - position < TOKENS ? 1 : TOKENS;
       for (int64_t n = 0; n < count; n++) {
         const float* token = r.inputs + row(position + n) * r.input_width;
-        x[2 * n] = token + all_keys + key_at, x[2 * n + 1] = token + key_at;
-        out[2 * n] = reads + 2 * (position + n - start) * values, out[2 * n + 1] = out[2 * n] + values;
+        float* read = reads + 2 * (position + n - start) * values;
+        if (CORRECTS) x[OWN * n] = token + r.keys_at + key_at, out[OWN * n] = read;
+        x[OWN * n + OWN - 1] = token + r.queries_at + key_at, out[OWN * n + OWN - 1] = read + values;
       }
-      if (count == STATE_PAIRS) {
-        read_state<2 * STATE_PAIRS>(matrix, x, keys, values, out);
-      } else {
-        count = 1;
-        read_state<2>(matrix, x, keys, values, out);
-      }
+      if (count == TOKENS) read_state<STATE_READS>(matrix, x, keys, values, out);
+      else read_state<OWN>(matrix, x, keys, values, out);
       position += count;
     }
     for (int64_t position = first; position < stop; position++) {
       int64_t n = position - start, entries = n;
-      const float* query = r.inputs + row(position) * r.input_width + key_at;
+      const float* query = r.inputs + row(position) * r.input_width + r.queries_at + key_at;
       const float *by_key = reads + 2 * n * values, *by_query = by_key + values;
-      float decay = std::exp(decays[n]), beta = r.gates[row(position) * r.gate_width + head];
+      float decay = std::exp(decays[n]), beta = CORRECTS ? r.gates[row(position) * r.gate_width + head] : 0.0f;
       float *key_weights = weights, *query_weights = weights + l.chunk;
       for (int64_t p = 0; p < entries; p++) {
         float weight = std::exp(decays[n] - decays[p]);
-        key_weights[p] = dot_of(own_keys[n], own_keys[p], keys) * weight;
+        if (CORRECTS) key_weights[p] = dot_of(own_keys[n], own_keys[p], keys) * weight;
         query_weights[p] = dot_of(query, own_keys[p], keys) * weight;
       }
       float itself = dot_of(query, own_keys[n], keys);
-      float* value = r.inputs + row(position) * r.input_width + 2 * all_keys + value_at;
+      float* value = r.inputs + row(position) * r.input_width + r.values_at + value_at;
       float* out = r.out + row(position) * r.out_width + value_at;
       for (int64_t column = 0; column < values; column += LANES) {
-        F known = mul(load(by_key + column), all(decay)), found = mul(load(by_query + column), all(decay));
+        F known = CORRECTS ? mul(load(by_key + column), all(decay)) : all(0.0f);
+        F found = mul(load(by_query + column), all(decay));
         for (int64_t p = 0; p < entries; p++) {
           F own = load(own_values[p] + column);
-          known = fma(all(key_weights[p]), own, known);
+          if (CORRECTS) known = fma(all(key_weights[p]), own, known);
           found = fma(all(query_weights[p]), own, found);
         }
-        F added = mul(sub(load(value + column), known), all(beta));
-        store(value + column, added);
+        F added = load(value + column);
+        if (CORRECTS) {
+          added = mul(sub(added, known), all(beta));
+          store(value + column, added);
+        } else {
+          found = add(load(out + column), found);
+        }
         store(out + column, fma(all(itself), added, found));
       }
     }
@@ -266,19 +273,36 @@ static void prepare_delta(const StateLayer& l, float* inputs, float* gates, cons
   }
 }
 
-static void delta_rule(Threads& threads, const StateLayer& l, const Step& step, const DeltaRegisters& r,
-                       const float* rates, const float* bias, bool doubles) {
+// What a token's output has of its own value; its value times its step, and the logarithm of its decay.
+static void prepare_scan(const StateLayer& l, float* inputs, float* gates, float* out, const float* rates,
+                         const float* bias, const float* skips) {
+  for (int64_t head = 0; head < l.value_heads; head++) {
+    float *x = inputs + head * l.value_dim, *y = out + head * l.value_dim;
+    float given = gates[head] + bias[head], size = given > 20.0f ? given : std::log1p(std::exp(given));
+    gates[head] = rates[head] * size;
+    for (int64_t i = 0; i < l.value_dim; i += LANES) {
+      F own = load(x + i);
+      store(y + i, mul(own, all(skips[head])));
+      store(x + i, mul(own, all(size)));
+    }
+  }
+}
+
+// prepare(token): what is done to the numbers of a token by itself.
+template <bool CORRECTS, class Prepare>
+static void run_rule(Threads& threads, const StateLayer& l, const Step& step, const RuleRegisters& r,
+                     const Prepare& prepare) {
   for (int64_t s = 0; s < step.span_count; s++) {
     const StateSpan& span = step.spans[s];
     auto tokens = [&](int64_t first, int64_t end) {
-      for (int64_t token = span.first + first; token < span.first + end; token++)
-        prepare_delta(l, r.inputs + token * r.input_width, r.gates + token * r.gate_width, rates, bias, doubles);
+      for (int64_t token = span.first + first; token < span.first + end; token++) prepare(token);
     };
     if (span.count < 8) tokens(0, span.count);
     else threads.split(span.count, 1, tokens);
   }
   threads.split(step.span_count * l.value_heads, 1, [&](int64_t first, int64_t end) {
-    for (int64_t one = first; one < end; one++) delta_head(l, step.spans[one / l.value_heads], one % l.value_heads, r);
+    for (int64_t one = first; one < end; one++)
+      run_head<CORRECTS>(l, step.spans[one / l.value_heads], one % l.value_heads, r);
   });
   int64_t keys = l.key_heads * l.key_dim, values = l.value_heads * l.value_dim;
   for (int64_t s = 0; s < step.span_count; s++) {
@@ -289,11 +313,30 @@ static void delta_rule(Threads& threads, const StateLayer& l, const Step& step, 
     for (int64_t position = begin; position < end; position++) {
       int64_t at = position - base, token = span.first + position - span.position;
       const float *inputs = r.inputs + token * r.input_width, *gates = r.gates + token * r.gate_width;
-      memcpy(next.keys + at * keys, inputs + keys, (size_t)keys * sizeof(float));
-      memcpy(next.values + at * values, inputs + 2 * keys, (size_t)values * sizeof(float));
-      memcpy(next.decays + at * l.value_heads, gates + l.value_heads, (size_t)l.value_heads * sizeof(float));
+      memcpy(next.keys + at * keys, inputs + r.keys_at, (size_t)keys * sizeof(float));
+      memcpy(next.values + at * values, inputs + r.values_at, (size_t)values * sizeof(float));
+      memcpy(next.decays + at * l.value_heads, gates + r.decays_at, (size_t)l.value_heads * sizeof(float));
     }
   }
+}
+
+static void delta_rule(Threads& threads, const StateLayer& l, const Step& step, RuleRegisters r, const float* rates,
+                       const float* bias, bool doubles) {
+  int64_t keys = l.key_heads * l.key_dim;
+  r.queries_at = 0, r.keys_at = keys, r.values_at = 2 * keys, r.decays_at = l.value_heads;
+  run_rule<true>(threads, l, step, r, [&](int64_t token) {
+    prepare_delta(l, r.inputs + token * r.input_width, r.gates + token * r.gate_width, rates, bias, doubles);
+  });
+}
+
+static void selective_scan(Threads& threads, const StateLayer& l, const Step& step, RuleRegisters r, const float* rates,
+                           const float* bias, const float* skips) {
+  int64_t values = l.value_heads * l.value_dim;
+  r.values_at = 0, r.keys_at = values, r.queries_at = values + l.key_heads * l.key_dim, r.decays_at = 0;
+  run_rule<false>(threads, l, step, r, [&](int64_t token) {
+    prepare_scan(l, r.inputs + token * r.input_width, r.gates + token * r.gate_width, r.out + token * r.out_width,
+                 rates, bias, skips);
+  });
 }
 
 // -- between steps ----------------------------------------------------------------------------------------------------

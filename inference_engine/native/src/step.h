@@ -118,6 +118,9 @@ class Run {
       case CONVOLVE: return convolution(o);
       case DELTA_RULE: return delta(o);
       case GATED_NORM: return gated_norm(o);
+      case SELECTIVE_SCAN: return scan(o);
+      case MULTIPLY: return multiply(o);
+      case SCALE: return scale(o);
       case WRITE: return write(p_.layers[o.layer], o.layer, at(o.input), width(o.input));
     }
   }
@@ -316,22 +319,54 @@ class Run {
 
   void delta(const Operation& o) {
     clear_padding(o.output);
-    DeltaRegisters registers = {at(o.input), at(o.second), at(o.output), width(o.input), width(o.second), width(o.output)};
-    delta_rule(*p_.threads, p_.states[o.layer], s_, registers, p_.vectors[o.vector], p_.vectors[o.vector + 1], o.flag);
+    delta_rule(*p_.threads, p_.states[o.layer], s_, registers_of(o), p_.vectors[o.vector], p_.vectors[o.vector + 1],
+               o.flag);
   }
 
-  // output = norm(input) · silu(second)
+  void scan(const Operation& o) {
+    clear_padding(o.output);
+    const float* const* own = &p_.vectors[o.vector];
+    selective_scan(*p_.threads, p_.states[o.layer], s_, registers_of(o), own[0], own[1], own[2]);
+  }
+
+  RuleRegisters registers_of(const Operation& o) {
+    return {at(o.input), at(o.second), at(o.output), width(o.input), width(o.second), width(o.output), 0, 0, 0, 0};
+  }
+
+  void multiply(const Operation& o) {
+    int64_t count = width(o.output);
+    each(tokens_, [&](int64_t token) {
+      const float *x = at(o.input) + token * count, *z = at(o.second) + token * count;
+      float* y = at(o.output) + token * count;
+      for (int64_t i = 0; i < count; i++) y[i] = x[i] * z[i];
+    });
+  }
+
+  void scale(const Operation& o) {
+    int64_t count = width(o.input);
+    each(tokens_, [&](int64_t token) {
+      float* x = at(o.input) + token * count;
+      for (int64_t i = 0; i < count; i++) x[i] *= o.number;
+    });
+  }
+
+  // output = norm(input) · silu(second), or norm(input · silu(second)) with weights of each piece.
   void gated_norm(const Operation& o) {
     const float* weights = p_.vectors[o.vector];
     each(tokens_, [&](int64_t token) {
       const float *x = at(o.input) + token * width(o.input), *gates = at(o.second) + token * width(o.second);
       float* y = at(o.output) + token * width(o.output);
+      auto multiply = [&](const float* from) {
+        for (int64_t i = 0; i < o.heads * o.width; i += LANES) {
+          int64_t left = o.heads * o.width - i;
+          store_some(y + i, mul(load_some(from + i, left), activated(load_some(gates + i, left), SILU)), left);
+        }
+      };
+      if (o.flag) multiply(x);
       for (int64_t head = 0; head < o.heads; head++)
-        norm(x + head * o.width, weights, o.number, o.width, y + head * o.width);
-      for (int64_t i = 0; i < o.heads * o.width; i += LANES) {
-        int64_t left = o.heads * o.width - i;
-        store_some(y + i, mul(load_some(y + i, left), activated(load_some(gates + i, left), SILU)), left);
-      }
+        norm((o.flag ? y : x) + head * o.width, weights + (o.flag ? head * o.width : 0), o.number, o.width,
+             y + head * o.width);
+      if (!o.flag) multiply(y);
     });
   }
 

@@ -225,7 +225,7 @@ struct CodedEntries {
 // Named as the classes of `inference_engine/models/operations.py`.
 enum Kind : int32_t {
   EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE,
-  SLICE, CONVOLVE, DELTA_RULE, GATED_NORM
+  SLICE, CONVOLVE, DELTA_RULE, GATED_NORM, SELECTIVE_SCAN, MULTIPLY, SCALE
 };
 enum Activation : int32_t { SILU, GELU_TANH };
 enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an EXPERTS' flag
@@ -235,14 +235,15 @@ enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an E
 // SLICE: `layer` has where in `output` it begins, `flag` how many numbers of a head, from `offset` on.
 // CONVOLVE, DELTA_RULE: `layer` names one of the layers that keep a state. CONVOLVE: `vector` has the weights, `matrix`
 // the number of another vector, the bias, or -1; `flag`: SiLU. DELTA_RULE: `vector` has the rates of decay, the next one
-// its bias; `flag`: beta is doubled.
+// its bias; `flag`: beta is doubled. SELECTIVE_SCAN: the same, and its skips. GATED_NORM: `flag`: the gate
+// comes first.
 // EXPERTS: `second` has the router's logits, `heads` experts are chosen; `width` matrices of each: gate and up below each
 // other, and down, or all three; `vector`: what is added to scores before they are compared.
 struct Operation {
   int32_t kind, input, second, output, matrix, vector, table, layer;
   int32_t offset, heads, width, activation, flag;
   int32_t groups, chosen_groups;  // EXPERTS
-  float number;  // NORM: epsilon; ATTEND: scaling; EMBED, ADD, EXPERTS: factor; SOFTCAP: limit
+  float number;  // NORM: epsilon; ATTEND: scaling; EMBED, ADD, EXPERTS, SCALE: factor; SOFTCAP: limit
   float other;   // ATTEND: softcap
 };
 
