@@ -19,7 +19,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import kakeya
 from kakeya.tools import ToolCallPart
@@ -158,7 +158,8 @@ def create_app(gateway: Gateway, *, is_own_host: Callable[[str], bool]) -> FastA
             raise Refused("the Host header does not name this gateway", status=421)
 
     pages: dict[str, Any] = {"openapi_url": None, "docs_url": None, "redoc_url": None, "redirect_slashes": False}
-    app = FastAPI(dependencies=[Depends(check_host)], max_body_size=MAX_BODY_BYTES, **pages)
+    app = FastAPI(dependencies=[Depends(check_host)], **pages)
+    app.add_middleware(_Bounded)
     app.state.gateway = gateway
     app.include_router(routes)
     for kind in (Refused, kakeya.KakeyaError, RequestValidationError, HTTPException, Exception):
@@ -188,6 +189,28 @@ def serve(
         ssl_keyfile=key,
     )
     uvicorn.Server(config).run(sockets=[listening])
+
+
+class _Bounded:
+    """Refuses a body that is too long, as other errors are: the framework's own limit answers without JSON."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        announced = dict(scope.get("headers", ())).get(b"content-length", b"0")
+        count = int(announced) if announced.isdigit() else 0
+        read = 0
+
+        async def bounded() -> Message:
+            nonlocal read
+            message = {"body": b""} if count > MAX_BODY_BYTES else await receive()
+            read += len(message.get("body", b""))
+            if max(count, read) > MAX_BODY_BYTES:
+                raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, bounded, send)
 
 
 class Reply(Protocol):

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kakeya import Constraint, JsonSchema
+from kakeya.tokenization import from_openai_messages
 
 Json = dict[str, Any]
 
@@ -41,6 +42,24 @@ class Ask(NamedTuple):
     is_parallel: bool = True  # may several be called at once?
     after: str | None = None
     is_kept: bool = False
+
+
+def as_chat(messages: Sequence[Json]) -> list[Json]:
+    """Messages of chat completions as templates take them; reasoning is theirs to show or leave out. Raises
+    InvalidMessages.
+    """
+    own = [(one.get("role") == "assistant" and one.get("reasoning_content")) or "" for one in messages]
+    said = [
+        {
+            **{name: value for name, value in one.items() if name != "reasoning_content"},
+            "content": one.get("content") or "",
+        }
+        if of
+        else one
+        for one, of in zip(messages, own, strict=True)
+    ]
+    shown = from_openai_messages(said)
+    return [{**one, **({"reasoning_content": of} if of else {})} for one, of in zip(shown, own, strict=True)]
 
 
 class Body(BaseModel):

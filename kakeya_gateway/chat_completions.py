@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from kakeya import TokenDetail, TopLogprob
-from kakeya.tokenization import from_openai_messages
 from kakeya.tools import ToolCall, ToolCallPart
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled, Tool
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled, Tool, as_chat
 from kakeya_gateway.turns import Piece, Turn
 
 _RECORDS = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
 HARMLESS = frozenset(_RECORDS)
+_NAMES = {False: "content", True: "reasoning_content"}
 
 
 class StreamOptions(Body):
@@ -68,7 +68,7 @@ class Request(Sampled):
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         tools = [tool.function.definition() for tool in self.tools]
         asked = stops, tools, choice, self.parallel_tool_calls
-        return Ask(self.model, from_openai_messages(self.messages), most, options, *asked)
+        return Ask(self.model, as_chat(self.messages), most, options, *asked)
 
 
 class Reply:
@@ -86,7 +86,7 @@ class Reply:
 
     def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
         if isinstance(piece, Piece):
-            yield self._chunk({"content": piece.text}, piece.tokens)
+            yield self._chunk({_NAMES[piece.is_reasoning]: piece.text}, piece.tokens)
         else:
             is_first = not piece.arguments
             head = {"id": piece.id, "type": "function"} if is_first else {}
@@ -100,6 +100,8 @@ class Reply:
 
     def whole(self) -> Json:
         message: Json = {"role": "assistant", "content": self._turn.text, "refusal": None}
+        if self._turn.reasoning:
+            message["reasoning_content"] = self._turn.reasoning
         if self._turn.calls:
             message["content"] = self._turn.text or None
             message["tool_calls"] = [*map(_called, self._turn.calls)]
@@ -114,8 +116,9 @@ class Reply:
     @property
     def _usage(self) -> Json:
         read, written = self._turn.start, self._turn.output_tokens
-        counts = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
+        counts: Json = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        counts |= {"prompt_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
+        return {**counts, "completion_tokens_details": {"reasoning_tokens": self._turn.reasoning_tokens}}
 
     def _chunk(self, delta: Json, tokens: Sequence[TokenDetail] = (), reason: str | None = None) -> Json:
         choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": self._logprobs(tokens)}

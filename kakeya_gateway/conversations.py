@@ -308,10 +308,12 @@ def _take_up(found: Conversation, ids: Sequence[int], run_lengths: Sequence[int]
 
 
 def digests(root: bytes, messages: Sequence[Json]) -> list[bytes]:
-    """One of no message, then one more behind each; every one depends on all before it."""
+    """One of no message, then one more behind each; every one depends on all before it, but for reasoning: that is in
+    the ids of an answer, and most clients send none back."""
     chain = [root]
     for message in messages:
-        text = json.dumps(message, sort_keys=True, ensure_ascii=True)
+        said = {name: value for name, value in message.items() if name != "reasoning_content"}
+        text = json.dumps(said, sort_keys=True, ensure_ascii=True)
         chain.append(hashlib.sha256(chain[-1] + text.encode()).digest())
     return chain
 

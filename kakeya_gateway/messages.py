@@ -8,9 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kakeya.tokenization import from_openai_messages
 from kakeya.tools import ToolCallPart
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Part, Parts, Refused, Sampled, Tool, in_parts
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Part, Parts, Refused, Sampled, Tool, as_chat, in_parts
 from kakeya_gateway.turns import Piece, Turn
 
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
@@ -32,7 +31,13 @@ class ToolResult(Body):
     content: Parts = []
 
 
-Content = list[Annotated[Part | ToolUse | ToolResult, Field(discriminator="type")]]
+class Thought(Body):
+    harmless = frozenset({"signature"})
+    type: Literal["thinking"]
+    thinking: str
+
+
+Content = list[Annotated[Part | Thought | ToolUse | ToolResult, Field(discriminator="type")]]
 
 
 class Message(Body):
@@ -48,8 +53,10 @@ class Message(Body):
                 yield {"role": "tool", "tool_call_id": part.tool_use_id, "content": content}
             elif isinstance(part, ToolUse):
                 calls.append({"id": part.id, "function": {"name": part.name, "arguments": part.input}})
-        if texts or calls or not self.content:
-            yield {"role": self.role, "content": texts or None, "tool_calls": calls}
+        thought = "".join(part.thinking for part in self.content if isinstance(part, Thought))
+        if texts or calls or thought or not self.content:
+            said = {"role": self.role, "content": texts or None, "tool_calls": calls}
+            yield said | ({"reasoning_content": thought} if thought else {})
 
 
 class Output(Body):
@@ -82,7 +89,7 @@ class Counted(Sampled):
     def ask(self) -> Ask:
         options = self.options(self.output_config.format, "output_config.format")
         said = [{"role": "system", "content": [part.as_chat() for part in self.system]}] if self.system else []
-        messages = from_openai_messages([*said, *(each for message in self.messages for each in message.chat())])
+        messages = as_chat([*said, *(each for message in self.messages for each in message.chat())])
         tools = [tool.definition() for tool in self.tools]
         choice = _CHOICES.get(self.tool_choice.type, self.tool_choice.name)
         asked = self.stop_sequences, tools, choice, not self.tool_choice.disable_parallel_tool_use
@@ -106,10 +113,11 @@ class Reply:
 
     def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
         if isinstance(piece, Piece):
-            if not self._content or self._content[-1]["type"] != "text":
-                yield from self._open({"type": "text", "text": ""})
-            self._content[-1]["text"] += piece.text
-            delta = {"type": "text_delta", "text": piece.text}
+            kind = "thinking" if piece.is_reasoning else "text"
+            if not self._content or self._content[-1]["type"] != kind:
+                yield from self._open({"type": kind, kind: "", **({"signature": ""} if piece.is_reasoning else {})})
+            self._content[-1][kind] += piece.text
+            delta = {"type": f"{kind}_delta", kind: piece.text}
         else:
             if not piece.arguments:
                 yield from self._open({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})

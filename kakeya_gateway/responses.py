@@ -8,14 +8,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kakeya.tokenization import from_openai_messages
 from kakeya.tools import ToolCallPart
-from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled, Tool
+from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled, Tool, as_chat
 from kakeya_gateway.chat_completions import HARMLESS, logprobs
 from kakeya_gateway.conversations import Answer, Conversations
 from kakeya_gateway.turns import Piece, Turn
 
-ID, MESSAGE, CALL = "resp_", "msg_", "fc_"
+ID, MESSAGE, CALL, REASONING = "resp_", "msg_", "fc_", "rs_"
 
 
 class Item(Body):
@@ -48,6 +47,17 @@ class Output(Item):
     output: Parts
 
 
+class ReasoningText(Body):
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class Reasoned(Item):
+    harmless = Item.harmless | {"summary"}
+    type: Literal["reasoning"]
+    content: list[ReasoningText] = []
+
+
 class Text(Body):
     format: Format | None = None
 
@@ -68,7 +78,7 @@ def _in_items(given: Any) -> Any:
     return [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
 
 
-Items = list[Annotated[Message | Reference | Call | Output, Field(discriminator="type")]]
+Items = list[Annotated[Message | Reference | Reasoned | Call | Output, Field(discriminator="type")]]
 
 
 class Request(Sampled):
@@ -103,7 +113,7 @@ class Request(Sampled):
         tools = [tool.definition() for tool in self.tools]
         name = None if after is None else after.removeprefix(ID)
         asked = (), tools, choice, self.parallel_tool_calls, name, self.store
-        return Ask(self.model, from_openai_messages(messages), self.max_output_tokens, options, *asked)
+        return Ask(self.model, as_chat(messages), self.max_output_tokens, options, *asked)
 
     def _go_on_from(self, answer: Answer) -> None:
         """Have what its session begins with. Raises Refused for something else."""
@@ -117,12 +127,14 @@ class Request(Sampled):
 
 
 def _messages(items: Items, owner: Conversations) -> list[Json]:
-    """As chat completions have them: calls belong to the message before them."""
+    """As chat completions have them: calls belong to the message before them, reasoning to what is behind it."""
     messages: list[Json] = []
     for index, item in enumerate(items):
         match item:
             case Message():
-                messages.append({"role": item.role, "content": [part.as_chat() for part in item.content]})
+                _say(messages, item.role, [part.as_chat() for part in item.content])
+            case Reasoned():
+                _think(messages, "".join(part.text for part in item.content))
             case Output():
                 content = [part.as_chat() for part in item.output]
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
@@ -131,14 +143,30 @@ def _messages(items: Items, owner: Conversations) -> list[Json]:
             case Reference():
                 name, _, place = item.id.partition("_")[2].partition("_")
                 said = _answer(owner, name, f"input[{index}].id").message or {}
-                if place:
+                if item.id.startswith(REASONING):
+                    _think(messages, said.get("reasoning_content", ""))
+                elif place:
                     call = dict(enumerate(said.get("tool_calls", ()))).get(int(place) if place.isdecimal() else -1)
                     if call is None:
                         raise Refused(f"{item.id[:80]!r} is not known", param=f"input[{index}].id", status=404)
                     _add_call(messages, call["id"], call["function"]["name"], call["function"]["arguments"])
                 else:
-                    messages.append({"role": "assistant", "content": said.get("content")})
+                    _say(messages, "assistant", said.get("content"))
     return messages
+
+
+def _think(messages: list[Json], text: str) -> None:
+    """Reasoning before an answer, or before calls."""
+    if text:
+        messages.append({"role": "assistant", "content": None, "reasoning_content": text})
+
+
+def _say(messages: list[Json], role: str, content: Any) -> None:
+    is_behind = bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
+    if role == "assistant" and is_behind and messages[-1]["content"] is None:
+        messages[-1]["content"] = content
+    else:
+        messages.append({"role": role, "content": content})
 
 
 def _add_call(messages: list[Json], name: str, function: str, arguments: Any) -> None:
@@ -185,14 +213,20 @@ class Reply:
 
     def more(self, piece: Piece | ToolCallPart) -> Iterable[Json]:
         if isinstance(piece, Piece):
-            if not self._items or self._items[-1]["type"] != "message":
-                item: Json = {"id": MESSAGE + self._turn.name, "type": "message", "role": "assistant"}
-                yield from self._open({**item, "content": [_part()]})
-                yield self._event("response.content_part.added", **self._place, content_index=0, part=_part())
-            (part,), tokens = self._items[-1]["content"], logprobs(self._turn, piece.tokens)
-            part["text"], part["logprobs"] = part["text"] + piece.text, part["logprobs"] + tokens
-            text: Json = {"content_index": 0, "delta": piece.text, "logprobs": tokens}
-            yield self._event("response.output_text.delta", **self._place, **text)
+            kind = "reasoning" if piece.is_reasoning else "message"
+            if not self._items or self._items[-1]["type"] != kind:
+                item: Json = {"id": MESSAGE + self._turn.name, "type": kind, "role": "assistant"}
+                if piece.is_reasoning:
+                    item = {"id": REASONING + self._turn.name, "type": kind, "summary": []}
+                yield from self._open({**item, "content": [_part(kind)]})
+                yield self._event("response.content_part.added", **self._place, content_index=0, part=_part(kind))
+            (part,) = self._items[-1]["content"]
+            part["text"] += piece.text
+            text: Json = {"content_index": 0, "delta": piece.text}
+            if "logprobs" in part:
+                text["logprobs"] = logprobs(self._turn, piece.tokens)
+                part["logprobs"] += text["logprobs"]
+            yield self._event(f"response.{part['type']}.delta", **self._place, **text)
         else:
             if not piece.arguments:
                 item = {"id": f"{CALL}{self._turn.name}_{piece.index}", "type": "function_call", "call_id": piece.id}
@@ -218,10 +252,10 @@ class Reply:
             return
         item = self._items[-1]
         item["status"] = self._status
-        if item["type"] == "message":
+        if "content" in item:
             (part,) = item["content"]
-            said = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
-            yield self._event("response.output_text.done", **self._place, **said)
+            said = {"content_index": 0, **{name: part[name] for name in ("text", "logprobs") if name in part}}
+            yield self._event(f"response.{part['type']}.done", **self._place, **said)
             yield self._event("response.content_part.done", **self._place, content_index=0, part=part)
         else:
             said = {"arguments": item["arguments"], "name": item["name"]}
@@ -239,7 +273,7 @@ class Reply:
         asked, form, read, said = self._asked, self._asked.text.format, self._turn.start, self._turn.output_tokens
         usage: Json = {"input_tokens": read, "output_tokens": said, "total_tokens": read + said}
         usage |= {"input_tokens_details": {"cached_tokens": self._turn.cached_tokens}}
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}}
+        usage |= {"output_tokens_details": {"reasoning_tokens": self._turn.reasoning_tokens}}
         echoed = {"model", "instructions", "previous_response_id", "metadata", "store", "max_output_tokens"}
         echoed |= {"temperature", "top_p", "truncation", "tool_choice", "parallel_tool_calls", "background"}
         return {
@@ -265,5 +299,7 @@ class Reply:
         return {"type": kind, "sequence_number": self._count - 1, **fields}
 
 
-def _part() -> Json:
+def _part(kind: str) -> Json:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": ""}
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}

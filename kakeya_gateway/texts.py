@@ -16,7 +16,9 @@ from kakeya_gateway.bodies import Json, Refused
 
 T = TypeVar("T")
 
+THINKING = "<think>", "</think>"
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_ENDS = 32  # ids, in which a template may begin or end the reasoning
 _KEPT_TOOLS = 64  # lists of tools, each with what was found of their format
 
 
@@ -29,6 +31,7 @@ class Texts:
         self._tool_format = tool_format
         self._thread = ThreadPoolExecutor(1, "texts")
         self._tools = lru_cache(_KEPT_TOOLS)(self._found_tools)
+        self._thinks = THINKING[1] in str(getattr(tokenizer, "chat_template", ""))
 
     async def tools(self, definitions: Sequence[Json]) -> Tools | None:
         """None for none. Raises InvalidTool, and Refused where the model's format is not known."""
@@ -63,6 +66,11 @@ class Texts:
         said = [ToolResult(call, results[call.id]) for call in made]
         others = [message for message in messages if message["role"] != "tool"]
         return await self._run(partial(tools.tokens_for_next_turn, [*said, *others], after=after))
+
+    def thoughts(self, prompt: Sequence[int]) -> Thoughts:
+        """Of an answer behind this prompt, which may have begun the reasoning."""
+        end = self.decode(prompt[-_PROMPT_ENDS:]) if self._thinks else ""
+        return Thoughts(is_known=self._thinks, is_open=end.rfind(THINKING[0]) > end.rfind(THINKING[1]))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -110,6 +118,58 @@ class TextReader:
     def _added(self) -> str:
         before = self._decode(self._ids[self._start : self._shown])
         return self._decode(self._ids[self._start :])[len(before) :]
+
+
+class Thoughts:
+    """Tells the reasoning with which an answer begins, between its markers, from what is said.
+
+    Space beside the markers belongs to neither. What may be the beginning of a marker waits for what follows.
+    """
+
+    def __init__(self, *, is_known: bool, is_open: bool) -> None:
+        """is_known: does the model's template know the markers? is_open: did the prompt end within?"""
+        self._waiting = ""
+        self._may_begin = is_known and not is_open
+        self.is_within = is_open
+        self._is_at_edge = is_open  # space is left out
+
+    def push(self, piece: str) -> Iterable[tuple[bool, str]]:
+        """Texts, each with whether it is reasoning."""
+        begin, end = THINKING
+        text = self._waiting + piece
+        self._waiting = ""
+        if self._may_begin:
+            said = text.lstrip()
+            if begin.startswith(said):
+                self._waiting = text
+                return
+            self._may_begin, self.is_within = False, said.startswith(begin)
+            if self.is_within:
+                text, self._is_at_edge = said.removeprefix(begin), True
+        if self.is_within:
+            text = self._without_space(text)
+            thought, found, rest = text.partition(end)
+            if not found:
+                kept = text[: len(text) - _overlap(text, end)].rstrip()
+                thought, self._waiting = kept, text[len(kept) :]
+            if thought := thought.rstrip():
+                yield True, thought
+            if not found:
+                return
+            text, self.is_within, self._is_at_edge = rest, False, True
+        if text := self._without_space(text):
+            yield False, text
+
+    def end(self) -> Iterable[tuple[bool, str]]:
+        """What waited, once no more comes."""
+        text, self._waiting = self._waiting, ""
+        if text and not (self.is_within and text.isspace()):
+            yield self.is_within, text
+
+    def _without_space(self, text: str) -> str:
+        text = text.lstrip() if self._is_at_edge else text
+        self._is_at_edge &= not text
+        return text
 
 
 class Stops:

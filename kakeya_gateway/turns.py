@@ -15,10 +15,12 @@ from kakeya_gateway.texts import Stops, TextReader
 
 
 class Piece(NamedTuple):
-    """Text that can be shown at once. tokens: those that came with it, if log-probabilities were asked for."""
+    """Text that can be shown at once. tokens: those that came with it, if log-probabilities were asked for; of what is
+    said, not of reasoning."""
 
     text: str
     tokens: Sequence[TokenDetail] = ()
+    is_reasoning: bool = False
 
 
 def require_model(name: str, owner: Conversations) -> None:
@@ -41,6 +43,8 @@ class Turn:
         self.start = len(conversation.ids)
         self.name = f"{conversation.name}{self.start:08x}"  # of this answer, among all of its key
         self.text = ""
+        self.reasoning = ""
+        self.reasoning_tokens = 0
         self.tokens: list[TokenDetail] = []
         self.calls: list[ToolCall] = []
         self.cached_tokens = 0
@@ -51,6 +55,7 @@ class Turn:
         self._digest = digest
         self._reached = [0]  # characters that were read after each number of tokens
         self._reader = TextReader(owner.texts.decode) if tools is None else tools.parser()
+        self._thoughts = owner.texts.thoughts(conversation.ids)
         self._stops = Stops(ask.stops)
         self._least = ask.options.get("min_tokens", 0)
         self._ends = frozenset(owner.info.eos_token_ids) if tools is None else frozenset[int]()
@@ -102,7 +107,8 @@ class Turn:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
             for call in self.calls
         ]
-        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+        said = {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+        return said | ({"reasoning_content": self.reasoning} if self.reasoning else {})
 
     async def pieces(self) -> AsyncIterator[Piece | ToolCallPart]:
         """Raises the SDK's errors."""
@@ -121,9 +127,10 @@ class Turn:
                 yield piece
         except ToolCallError:
             self._is_cut_within_call = True
+        for is_reasoning, rest in self._thoughts.end():
+            yield self._shown(rest, (), is_reasoning=is_reasoning)
         if rest := self._stops.end():
-            self.text += rest
-            yield Piece(rest)
+            yield self._shown(rest, ())
 
     def _read(self, parts: Iterable[_Read], tokens: Sequence[TokenDetail]) -> Iterable[Piece | ToolCallPart]:
         text, reached = "", self._reached[-1]
@@ -131,17 +138,29 @@ class Turn:
             match part:
                 case TextPart():
                     reached += len(part.text)
-                    # What has to come in any case is not looked at for stop strings.
-                    text += part.text if self.output_tokens < self._least else self._stops.push(part.text)
+                    for is_reasoning, said in self._thoughts.push(part.text):
+                        if is_reasoning:
+                            yield self._shown(said, (), is_reasoning=True)
+                        else:
+                            # What has to come in any case is not looked at for stop strings.
+                            text += said if self.output_tokens < self._least else self._stops.push(said)
                 case ToolCallPart():
                     yield part
                 case ToolCall():
                     self.calls.append(part)
         self._reached.append(reached)
-        self.text += text
-        self.tokens += tokens
+        self.reasoning_tokens += self._thoughts.is_within
+        tokens = () if self._thoughts.is_within else tokens
         if text or tokens:
-            yield Piece(text, tokens)
+            yield self._shown(text, tokens)
+
+    def _shown(self, text: str, tokens: Sequence[TokenDetail], *, is_reasoning: bool = False) -> Piece:
+        if is_reasoning:
+            self.reasoning += text
+        else:
+            self.text += text
+            self.tokens += tokens
+        return Piece(text, tokens, is_reasoning)
 
     def keep(self, reply: Json) -> None:
         """After the end: what was replied is there by its name from now on, if that was asked for."""
@@ -168,7 +187,7 @@ class Turn:
         """What clients can send back as the answer is known: all of it, or what was shown of one that ended early."""
         self._stream.cancel()
         ids, is_known = self._stream.token_ids, self._is_whole
-        if not is_known and not self.calls:
+        if not is_known and not self.calls and not self.reasoning_tokens:
             count = bisect_left(self._reached, len(self.text))
             if is_known := count < len(self._reached) and self._reached[count] == len(self.text):
                 ids = ids[:count]

@@ -13,6 +13,7 @@ import pytest
 
 from kakeya import Client
 from kakeya.tokenization import tokens_for_chat
+from kakeya_gateway import app
 from tests.further import further_test
 from tests.tiny_folder import END, tiny_tokenizer
 
@@ -142,6 +143,20 @@ def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI, runtim
     part: Any = of_response.to_dict()["output"]
     said = [entry["logprob"] for entry in part[0]["content"][0]["logprobs"]]
     assert said == pytest.approx([each.logprob for each in details], abs=1e-5)
+
+
+def test_a_body_that_is_too_long_is_refused_in_the_shape_of_its_api(
+    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1000)
+    long = json.dumps({"model": "tiny", "input": "a" * 1000}).encode()
+    for path, kind in ((CHAT, "invalid_request_error"), (MESSAGES, "request_too_large")):
+        pieces = (long[at : at + 100] for at in range(0, len(long), 100))
+        for content in (long, pieces):  # of a length that is announced, or not
+            reply = http.post(path, content=content, headers={"content-type": "application/json"})
+            assert (reply.status_code, reply.json()["error"]["type"]) == (413, kind)
+            assert "1000 bytes" in reply.json()["error"]["message"]
+    assert http.post(CHAT, json=SMALLEST[CHAT]).status_code == 200
 
 
 # What is refused, of which API, by which name.
