@@ -32,7 +32,7 @@ from inference_engine.kernels.trellis import PLAIN, Trellis
 _KERNELS = {
     "attend_ragged": ("ragged_attention", "attend_ragged"),
     "attend_invariant": ("ragged_attention", "attend_invariant"),
-    "key_indexes": ("component_index", "key_indexes"),
+    "key_indexes": ("index_tiles", "key_indexes"),
     "largest": ("topk", "largest"),
     "latents": ("latents", "latents"),
     "merge_two": ("merging", "merge_two"),

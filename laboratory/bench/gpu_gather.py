@@ -35,7 +35,7 @@ from inference_engine.kernels.gather import always_read, gather_attend
 from inference_engine.kernels.latents import CodeTables, Synthesis
 from inference_engine.kernels.reads import AttentionCall, BlockRead, StagedRead, TokenRead
 from inference_engine.kernels.topk import topk_by_sorting
-from inference_engine.kernels.triton import block_selection, component_index, components, few_queries, gather, topk
+from inference_engine.kernels.triton import block_selection, components, few_queries, gather, index_tiles, topk
 from inference_engine.kernels.triton.ragged_attention import attend_ragged
 from inference_engine.kv.parts.block_index import BlockSelector
 from inference_engine.kv.parts.component_index import TokenSelector
@@ -200,7 +200,7 @@ class Chosen:
         basis = torch.linalg.qr(torch.randn(KV_HEADS, HEAD_DIM, HEAD_DIM, generator=generator)).Q[..., : SHAPE.rank]
         mean = torch.randn(KV_HEADS, HEAD_DIM, generator=generator) / 4
         self.components = KeyComponents(mean=mean, basis=basis, deviations=torch.ones(KV_HEADS, SHAPE.rank))
-        indexes = component_index.key_indexes
+        indexes = index_tiles.key_indexes
         self.frequencies = 1e6 ** -(torch.arange(HEAD_DIM // 2, dtype=torch.float64) / (HEAD_DIM // 2))
         self.alive: list[Any] = [
             indexes.rows(self.components, SHAPE, HEAD_DIM, DEVICE),
@@ -251,7 +251,7 @@ class Chosen:
         for copy in range(case.copies):
             matrix = torch.randn(size, generator=generator).to(DEVICE) / CODES**0.5
             synthesis = Synthesis.of(matrix, torch.zeros(size[:2], device=DEVICE), DTYPE)
-            indexes = component_index.key_indexes
+            indexes = index_tiles.key_indexes
             archive = indexes.archive((codes[0], codes[1]), SINK, tables, synthesis, found)
             for session in range(case.sessions):
                 indexes.name_archive(self.numbers[copy * case.sessions + session], archive)
@@ -271,7 +271,7 @@ class Chosen:
 
     def write(self, first: int, end: int) -> None:
         """Tiles of all copies and sessions: what as many layers write at once."""
-        component_index.key_indexes.write_tiles(
+        index_tiles.key_indexes.write_tiles(
             self.buffers[0], self.table, kv_heads=KV_HEADS, region=self.case.region, first=first, end=end, shape=SHAPE
         )
 
@@ -521,7 +521,7 @@ def swept_choice(chosen: Chosen) -> dict[str, float]:
         *((32, 2, None, 128), (32, 2, 128, 256), (128, 4, None, 128)),
     ):
         with (
-            patch.object(component_index, "CHUNK", chunk),
+            patch.object(index_tiles, "CHUNK", chunk),
             patch.object(components, "_SCORE_WARPS", warps),
             patch.object(components, "_SCORE_REGISTERS", registers),
             patch.object(components, "_PARTS", parts),

@@ -159,7 +159,7 @@ def histories(
 
     Their indexes have addresses and no tile yet. `key` of a kind: keys are all that number before rotation.
     """
-    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.index_tiles import key_indexes
 
     generator = torch.Generator().manual_seed(11)
     total = sum(kind["length"] for kind in kinds) * model.kv_heads + 3
@@ -359,7 +359,7 @@ def compare_rounded() -> None:
 
 def compare_tiles() -> None:
     """What a child process runs: the tiles of several layers, at once and one by one."""
-    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.index_tiles import key_indexes
 
     device = small_parts()
     shapes = [IndexShape(rank=5, bits=3, run=2), IndexShape(rank=16, bits=3, run=4), IndexShape(rank=3, bits=8, run=1)]
@@ -401,7 +401,7 @@ def compare_long_codes() -> None:
 
 def _compare_restoring(model: Model, most_bits: int) -> None:
     from inference_engine.kernels.triton import components
-    from inference_engine.kernels.triton.component_index import key_indexes
+    from inference_engine.kernels.triton.index_tiles import key_indexes
 
     device = small_parts()
     components._UNPACKED, components._THREADS, components._RESTORED = 16, 32, 16

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.gather import attend_reads
+from inference_engine.kernels.triton.index_tiles import table_of
 from inference_engine.kernels.triton.line import in_line, number_of
 
 

@@ -11,7 +11,7 @@
 How a history is cut follows from how much of it a query may choose from, and nothing is added in an order that is left
 to chance: what is beside a query changes none of its bits. Lengths, addresses and choices are read on the device, so a
 launch depends on the number of queries alone and can be part of a CUDA graph. An index is known by the address of its
-numbers (`component_index.py`).
+numbers (`index_tiles.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.latents import operand_dtype
 from inference_engine.kernels.reads import FIELDS, AttentionCall, StagedRead, TokenRead
-from inference_engine.kernels.triton import component_index, component_scores, restoring, token_choice
+from inference_engine.kernels.triton import component_scores, index_tiles, restoring, token_choice
 from inference_engine.kernels.triton.block_selection import reads_of
-from inference_engine.kernels.triton.component_index import half_width, rank_width
 from inference_engine.kernels.triton.component_scores import choices_of, chooses_by
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.gather import with_tile
+from inference_engine.kernels.triton.index_tiles import half_width, rank_width
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.restoring import restored_before
 
@@ -76,7 +76,7 @@ def attend_choosing(call: AttentionCall, out: Tensor, read: StagedRead, *, serve
 
 def _room(tokens: int) -> int:
     """How many tokens of a query's scores are kept: of whole chunks."""
-    return max(1, int(triton.cdiv(tokens, component_index.CHUNK))) * component_index.CHUNK
+    return max(1, int(triton.cdiv(tokens, index_tiles.CHUNK))) * index_tiles.CHUNK
 
 
 def _width(group: int) -> int:
@@ -130,7 +130,7 @@ class Choosing:
         self.entries = {"D": head_dim, "ROW": call.row, "BLOCK_D": self.block_d}
         self.line = {"FIELDS": FIELDS, "SHAPE": shape.number, **chained(device)}
         self.near = {"NEAR": _NEAR, "HELD": _NEAR + _CHOSEN, "BLOCK_S": self.near_slots}
-        self.scored = {"CHUNK": component_index.CHUNK, "PARTS": _PARTS, "G": width, "GROUP": group}
+        self.scored = {"CHUNK": index_tiles.CHUNK, "PARTS": _PARTS, "G": width, "GROUP": group}
         self.counted = {"TIED": _TIED, "ROOM": room, "BUCKETS": _BUCKETS}
 
     def score(self) -> None:
@@ -251,7 +251,7 @@ class Choosing:
             self.values,
             **self.line,
             **sizes,
-            CHUNK=component_index.CHUNK,
+            CHUNK=index_tiles.CHUNK,
             D=self.head_dim,
             H=half,
             PAIRS=pairs,

@@ -4,7 +4,7 @@
 
 Each KV head of a query has tokens of its own, those that are before its region's oldest; as chosen tokens are listed
 ascending, they come first. What is restored for a query is its own, for one layer of one step. The bits of an entry
-follow from its code and the matrix alone; it is rotated by the tables of its index (`component_index.py`).
+follow from its code and the matrix alone; it is rotated by the tables of its index (`index_tiles.py`).
 
 An archive is known by the address of these numbers, all 64 bits wide. See `CodeTables` and `Synthesis` of
 `kernels/latents.py`; found is float32 [2] and becomes NaN where a key, or a value, is not finite:
@@ -20,8 +20,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.triton.codes import blocks_of, codes_of, numbers_of_codes, places_of_codes, put_numbers
-from inference_engine.kernels.triton.component_index import table_of
 from inference_engine.kernels.triton.component_scores import choices_of
+from inference_engine.kernels.triton.index_tiles import table_of
 from inference_engine.kernels.triton.line import in_line
 
 
