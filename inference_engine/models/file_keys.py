@@ -93,7 +93,7 @@ ARCHITECTURE_KEYS = _keys(
     ("rope.scaling.type", HONOURED, "`none`, `linear` or `yarn`; absent: `linear`, if there is a factor"),
     ("rope.scaling.factor", HONOURED, "absent or 0: 1"),
     ("rope.scale_linear", HONOURED, "the old name, read where the former is not there"),
-    ("rope.scaling.original_context_length", HONOURED, "of YaRN; absent: `context_length`"),
+    ("rope.scaling.original_context_length", HONOURED, "of YaRN; absent or 0: `context_length`"),
     ("rope.scaling.attn_factor", HONOURED, "what YaRN's factor of attention is multiplied with; absent: 1"),
     ("rope.scaling.*", REFUSED, "other scalings of the rotation"),
     ("rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor", NO_EFFECT, _NOT_IN_LLAMA_CPP),

@@ -20,7 +20,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference_engine.config import child_environment, configure_threads_environment, forbid_model_hub
+from inference_engine.config import (
+    NO_CACHE,
+    child_environment,
+    configure_threads_environment,
+    forbid_model_hub,
+    why_no_cache,
+)
 from inference_engine.errors import ModelError
 from inference_engine.models import gguf_tokenizer, gguf_vocabulary
 from inference_engine.models.checksums import sha256_of
@@ -76,6 +82,11 @@ def read_gguf_config(path: Path) -> PretrainedConfig:
 
 def gguf_tokenizer_folder(path: Path, cache: Path) -> Path:
     """A folder with the tokenizer of a GGUF file, made if the cache has none made like now. Raises ModelError."""
+    if cache == NO_CACHE:
+        raise ModelError(
+            f"the tokenizer of {path.name} is made into a folder, and there is no cache folder, because "
+            f"{why_no_cache()}; name one with --cache-dir"
+        )
     folder = cache / "tokenizers" / digest_of(path, cache=cache)
     if _is_made_like_now(folder):
         return folder

@@ -212,6 +212,14 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{path}: not a configuration of the type {content['model_type']!r} that transformers "
             f"{transformers.__version__} can read (log level DEBUG has the details)"
         ) from error
+    text = config.get_text_config()
+    types, window = getattr(text, "layer_types", None) or (), getattr(text, "sliding_window", None)
+    if "sliding_attention" in types and not window:
+        unused = ", since use_sliding_window is false" if getattr(text, "use_sliding_window", True) is False else ""
+        raise ModelError(
+            f"{path}: layer_types has layers of sliding_attention, and sliding_window is {window}{unused}; one of them "
+            "is wrong, get the file again"
+        )
     return config
 
 

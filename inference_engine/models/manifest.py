@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from inference_engine.config import NO_CACHE
 from inference_engine.errors import ModelError
 from inference_engine.models.checksums import Advance, sha256_of
 from inference_engine.models.folder import list_files, read_json
@@ -140,6 +141,8 @@ def digest_of(path: Path, *, cache: Path, thorough: bool = False) -> str:
         return remembered
     look = look_of(path)
     sha256 = sha256_of(path)
+    if cache == NO_CACHE:
+        return sha256
     try:
         # The old note is removed first: if writing the new one fails, an outdated digest must not stay.
         forget_sha256(path, cache)

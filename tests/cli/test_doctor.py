@@ -99,6 +99,31 @@ def test_what_is_wrong_with_the_templates_of_a_gguf_file_is_said_of_the_file(
     assert f"{tmp_path / 'tiny.gguf'}: the chat templates are named rag, tool_use, and none is the default" in text
 
 
+_EACH = "{% for message in messages %}"
+UNFIT_TEMPLATES = {
+    _EACH
+    + "{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}": "content as a list of parts",
+    _EACH + "<|start|>{% endfor %}": "drops the words of messages[0]",
+    _EACH: "Unexpected end of template",
+    "{{ raise_exception('system first') }}": "system first",
+}
+
+
+def test_a_template_that_cannot_render_what_a_user_says_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("family", "self test"):
+        monkeypatch.setitem(CHECKS, check, CHECKS["machine"])
+    for number, (template, says) in enumerate(UNFIT_TEMPLATES.items()):
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(tiny_model("llama"), path, values={"tokenizer.chat_template": template})
+        assert doctor("--model", path, "--cache-dir", tmp_path / "cache") == 0
+        level, text = lines(capsys.readouterr().out)["tokenizer"]
+        assert level == "warn"
+        assert f"cannot use this model: {path}: the chat template" in text
+        assert says in text
+
+
 def test_a_family_that_is_not_served_fails_with_the_reason(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

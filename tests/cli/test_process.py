@@ -6,6 +6,7 @@ A command never ends with a traceback for any of it: it does its work, or says i
 from __future__ import annotations
 
 import errno
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from inference_engine.compose import try_out
 from inference_engine.config import NO_CACHE, ModelConfig
 from tests.cli.conditions import CONDITIONS, without_a_home
 from tests.further import further, further_test
+from tests.models.tiny_folder import write_tiny_gguf
 from tests.processes import LIMIT_SECONDS, Process, ending, run, started
 
 CONDITIONED = str(Path(__file__).with_name("conditions.py"))
@@ -148,7 +150,7 @@ WITHOUT_A_HOME = (
 
 @further_test
 def test_without_a_home_folder_a_command_says_what_to_name_instead(
-    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
     with without_a_home():
         for command, said in WITHOUT_A_HOME:
@@ -159,6 +161,15 @@ def test_without_a_home_folder_a_command_says_what_to_name_instead(
                 assert said in printed.err + printed.out
                 assert "Traceback" not in printed.err
         assert main(["models", "show", str(tiny_folder)]) == 0
+        # What a GGUF file has to have made of it says so, too.
+        write_tiny_gguf(file := tmp_path / "tiny.gguf")
+        for command, status in (("demo --model", 1), ("chat --model", 1), ("models show", 0)):
+            with subtests.test(command):
+                assert main([*command.split(), str(file)]) == status
+                printed = capsys.readouterr()
+                said = re.sub(r"[\s│]+", " ", printed.err + printed.out)
+                assert CACHELESS in said
+                assert "no-cache" not in said
 
 
 def test_a_home_folder_of_another_user_is_none(

@@ -294,6 +294,20 @@ ODD: Mapping[str, Odd] = {
     "fewer layers than the tensors have": folder_of(
         "qwen2", None, {"num_hidden_layers": 1, "layer_types": None}, served_by=(), refusal=r"layers\.1\."
     ),
+    "layers with a window that is not said": folder_of(
+        "qwen3",
+        None,
+        {"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]},
+        served_by=(),
+        refusal=r"sliding_window is None",
+    ),
+    "layers with a window that is not used": folder_of(
+        "qwen2",
+        None,
+        {"sliding_window": 3, "use_sliding_window": False, "layer_types": ["sliding_attention", "full_attention"]},
+        served_by=(),
+        refusal=r"use_sliding_window is false",
+    ),
     "another type than the tensors have": folder_of("qwen2", None, {"torch_dtype": "float16", "dtype": "float16"}),
     "legacy rotation, linear": folder_of(
         "llama", None, {"rope_parameters": None, "rope_theta": 5e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -394,6 +408,21 @@ ODD: Mapping[str, Odd] = {
         configured("Qwen2", rope_parameters=YARN),
         values={"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0},
     ),
+    "GGUF, yarn with a first length of 0": gguf_of(
+        configured("Qwen2", rope_parameters=YARN),
+        values={
+            "qwen2.rope.scaling.type": "yarn",
+            "qwen2.rope.scaling.factor": 4.0,
+            "qwen2.rope.scaling.original_context_length": 0,
+        },
+    ),
+    "GGUF, K/V heads one by one": gguf_of("qwen2", values={"qwen2.attention.head_count_kv": [2, 2]}),
+    "GGUF, layers with different K/V heads": gguf_of(
+        "qwen2",
+        values={"qwen2.attention.head_count_kv": [2, 4]},
+        served_by=(),
+        refusal=r"head_count_kv is 2 in some layers and 4 in others",
+    ),
     "GGUF, a factor without a type": gguf_of(
         configured("Qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
         values={"qwen2.rope.scaling.type": None, "qwen2.rope.scaling.factor": 4.0},
@@ -474,6 +503,7 @@ REPEATED = (
     "not tied, the same head",
     "a bias of one product",
     "biases",
+    "layers with a window that is not used",
     "an inner size that the tensors lack",
     "more K/V heads than the tensors have",
     "fewer layers than the tensors have",
@@ -488,6 +518,7 @@ REPEATED = (
     "GGUF, the rounding of YaRN's bounds",
     "GGUF with a head",
     "GGUF, the old name of a factor",
+    "GGUF, K/V heads one by one",
     "GGUF, a factor that is not used",
     "GGUF, Gemma 3 with a window of 0",
     "GGUF, fewer layers than tensors",

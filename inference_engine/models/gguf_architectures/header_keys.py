@@ -43,7 +43,12 @@ class Keys:
         """A whole number, or one that is the same in every layer; None if there is none."""
         key = self.key(name)
         value = self.header.values.get(key)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and np.all(value == value[0]):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value):
+            if np.any(value != value[0]):
+                raise self.refusal(
+                    f"{key} is {value.min()} in some layers and {value.max()} in others; of this architecture only "
+                    "models with layers of one size can be served from GGUF"
+                )
             return int(value[0])
         return self.header.number(key)
 
@@ -239,7 +244,8 @@ class Keys:
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
         if kind == "yarn":
-            positions = self.size("rope.scaling.original_context_length", self.size("context_length"))
+            is_said = self.optional("rope.scaling.original_context_length")  # not 0, which is none, as in llama.cpp
+            positions = self.size("rope.scaling.original_context_length" if is_said else "context_length")
             yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
             if stretch is not None and stretch != 1.0:  # what llama.cpp multiplies YaRN's own with
                 yarn["attention_factor"] = stretch * (0.1 * math.log(factor or 1.0) + 1.0)
