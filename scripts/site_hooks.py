@@ -1,7 +1,7 @@
 """What MkDocs does besides, to make the site whole: pages from outside docs/, decisions in the menu, links that fit.
 
 Documents link to files of the repository by relative paths, so that they can be read there. In the site such a link
-leads to the page made of that file; a source file becomes a page that shows it.
+leads to the page made of that file; a source file becomes a page that shows it, as does a folder of `deploy`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from laboratory.evaluation.report import experiments, shown
 DOCS = PurePosixPath("docs")
 RESULTS = PurePosixPath("results")
 DECISIONS = PurePosixPath("docs/adr")
+DEPLOY = PurePosixPath("deploy")
 # Pages of the site that are made from files outside docs/.
 PAGES = {
     "CHANGELOG.md": "changelog.md",
@@ -34,6 +35,7 @@ PAGES = {
     "sdks/typescript/README.md": "sdks/typescript.md",
 }
 LANGUAGES = {".json": "json", ".py": "python", ".proto": "protobuf", ".toml": "toml", ".ts": "typescript"}
+LANGUAGES |= {".conf": "nginx", ".service": "ini", ".yaml": "yaml"}
 
 # A link outside of code: code, in fences or in a line, is matched first and left alone.
 LINK = re.compile(
@@ -107,6 +109,8 @@ def _uri(path: PurePosixPath) -> str | None:
         return "adr/README.md"
     if path.is_relative_to(RESULTS) and (ROOT / path).is_dir():
         return _results_uri(path.parts[1]) if len(path.parts) > 1 else PAGES["results/README.md"]
+    if path.parent == DEPLOY and (ROOT / path).is_dir():
+        return _source_uri(path)
     if not (ROOT / path).is_file():
         return None
     if path.is_relative_to(DOCS):
@@ -138,8 +142,13 @@ def _source_uri(path: PurePosixPath) -> str:
 
 
 def _shown(path: PurePosixPath) -> str:
-    text = (ROOT / path).read_text(encoding="utf-8")
-    return f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n````{LANGUAGES.get(path.suffix, '')}\n{text}\n````\n"
+    files = sorted((ROOT / path).iterdir()) if (ROOT / path).is_dir() else [ROOT / path]
+    shown = [f"---\nsearch: {{exclude: true}}\n---\n\n# {path}\n"]
+    for file in (each for each in files if each.is_file()):
+        title = f"## {file.name}\n\n" if len(files) > 1 else ""
+        text = file.read_text(encoding="utf-8")
+        shown.append(f"{title}````{LANGUAGES.get(file.suffix, '')}\n{text}\n````\n")
+    return "\n".join(shown)
 
 
 def _is_elsewhere(target: str) -> bool:
