@@ -15,7 +15,7 @@ from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, SHORT_ROTARY, UNROTATED, LayerTraits
 from inference_engine.models.families import ListConfig
 from inference_engine.models.mixers import original_name
-from inference_engine.models.seam import ATTENTION, Seam
+from inference_engine.models.seam import ATTENTION, ROTARY_MODULES, Seam
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,6 @@ def _without_weights(config: PretrainedConfig, kind: type[PreTrainedModel], trai
         model = kind(own).eval()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if name == "rotary_emb":
+            if name in ROTARY_MODULES:
                 setattr(parent, name, type(child)(getattr(child, "config", own.get_text_config())))
     return Seam(model, traits)

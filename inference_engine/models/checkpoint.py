@@ -224,9 +224,20 @@ _ROOTS = (
     ("language_model.lm_head.", "lm_head."),
 )
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:(?P<expert>experts\.\d+)\.(?P<part>w[123])\.)?")
+# LFM2's mixtures.
+_FEED_FORWARD = re.compile(
+    r"\.feed_forward\.(?P<what>gate\.|expert_bias|experts\.)(?:(?P<expert>\d+)\.(?P<part>w[123])\.)?"
+)
 _MIXTRAL_PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-# OLMo Hybrid's state layers call their norms so.
-_NORMS = {".attention_layer_norm.": ".input_layernorm.", ".feedforward_layer_norm.": ".post_attention_layernorm."}
+# Of OLMo Hybrid's state layers, and of Granite's experts, as files and as transformers' model have them.
+_RENAMED = {
+    ".attention_layer_norm.": ".input_layernorm.",
+    ".feedforward_layer_norm.": ".post_attention_layernorm.",
+    ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+    ".block_sparse_moe.router.layer.weight": ".mlp.gate.weight",
+    ".block_sparse_moe.router.weight": ".mlp.gate.weight",
+}
 _EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
@@ -302,10 +313,13 @@ class SafetensorsCheckpoint(Checkpoint):
 def text_name(name: str) -> str:
     """The name that a tensor of the text model has if there is only that: without what leads to it among others.
 
-    Mixtral's experts and OLMo Hybrid's norms are named as those of other families.
+    Experts of Mixtral, Granite and LFM2 and norms of OLMo Hybrid are named as those of other families.
     """
-    for theirs, others in _NORMS.items():
+    for theirs, others in _RENAMED.items():
         name = name.replace(theirs, others)
+    if (found := _FEED_FORWARD.search(name)) is not None:
+        part = f"{found['expert']}.{_MIXTRAL_PARTS[found['part']]}." if found["expert"] else ""
+        name = f"{name[: found.start()]}.mlp.{found['what']}{part}{name[found.end() :]}"
     if (found := _MIXTRAL.search(name)) is not None:
         part = f"{found['expert']}.{_MIXTRAL_PARTS[found['part']]}." if found["expert"] else ""
         name = f"{name[: found.start()]}.mlp.{part}{name[found.end() :]}"

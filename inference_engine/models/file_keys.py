@@ -304,6 +304,7 @@ CONFIG_KEYS = _keys(
     ("norm_eps", HONOURED, "of every norm, of LFM2"),
     ("conv_L_cache conv_bias", HONOURED, "LFM2's layers with a short convolution"),
     ("full_attn_idxs", HONOURED, "the same: which layers have none, where `layer_types` is not there"),
+    ("num_dense_layers use_expert_bias", HONOURED, "LFM2's mixtures: layers before the first with experts; the bias"),
     ("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of", HONOURED, "LFM2's feed-forward layers"),
     ("mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv", HONOURED, "layers with a state space"),
     ("mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit", HONOURED, "the same"),

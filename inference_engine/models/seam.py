@@ -63,7 +63,7 @@ from inference_engine.models.mixers import WITHOUT_EFFECT, SessionMixer, is_mixe
 
 ATTENTION = "kakeya"
 
-_ROTARY_MODULES = ("rotary_emb", "pos_emb")
+ROTARY_MODULES = ("rotary_emb", "pos_emb")
 _MOST_TURNS = 16  # cached pairs of cosines and sines, each for at most a chunk of entries
 
 
@@ -609,7 +609,7 @@ def rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str]]:
         (parent, name)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if name in _ROTARY_MODULES and child is not None
+        if name in ROTARY_MODULES and child is not None
     ]
 
 

@@ -208,6 +208,8 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     },
     "linear_allow_neg_eigval": ("olmo_hybrid", {}, False),
     "norm_eps": ("lfm2", {}, 0.1),
+    "num_dense_layers": ("lfm2_moe", {}, 2),
+    "use_expert_bias": ("lfm2_moe", {}, False),
     "conv_L_cache": ("lfm2", {}, 4),
     "conv_bias": ("lfm2", {}, True),
     "full_attn_idxs": ("lfm2", {"layer_types": None, "full_attn_idxs": [1]}, [0, 1]),
@@ -333,6 +335,14 @@ OTHERS = {
         linear_key_head_dim=16,
         linear_value_head_dim=16,
         layer_types=["linear_attention", "full_attention"],
+    ),
+    "lfm2_moe": configured(
+        "Lfm2Moe",
+        layer_types=["conv", "full_attention"],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        num_dense_layers=1,
     ),
     "lfm2": configured("Lfm2", block_multiple_of=16, layer_types=["conv", "full_attention"]),
     "granitemoehybrid": configured(

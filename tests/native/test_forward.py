@@ -15,6 +15,7 @@ from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.lfm2 import Lfm2Config
+from transformers.models.lfm2_moe import Lfm2MoeConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
 from transformers.models.olmo_hybrid import OlmoHybridConfig
@@ -72,9 +73,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3_5_moe": Qwen3_5MoeTextConfig(num_hidden_layers=4),
     "qwen3_next": Qwen3NextConfig(num_hidden_layers=4, norm_topk_prob=False),
     "lfm2": Lfm2Config(num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"]),
+    "lfm2_moe": Lfm2MoeConfig(
+        num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "conv"], num_dense_layers=1
+    ),
     "granitemoehybrid": GraniteMoeHybridConfig(
         num_hidden_layers=4,
-        num_local_experts=0,
         mamba_n_groups=2,
         embedding_multiplier=12.0,
         residual_multiplier=0.3,

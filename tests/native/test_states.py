@@ -300,10 +300,10 @@ def test_states_count_in_the_bound_and_take_no_more_with_drafts() -> None:
 # -- from a folder ----------------------------------------------------------------------------------------------------
 
 
-OTHERS = ("qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "granitemoehybrid")
+OTHERS = ("qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "lfm2", "lfm2_moe", "granitemoehybrid")
 CHANGES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
-    "granitemoehybrid": {"num_local_experts": 0, "logits_scaling": 2.0},
+    "granitemoehybrid": {"logits_scaling": 2.0},
 }
 
 
@@ -324,7 +324,8 @@ def opened(folder: Path, **settings: Any) -> NativeForward:
 @pytest.mark.parametrize("family", ["qwen3_5_text", *map(further, OTHERS)])
 def test_a_folder_of_safetensors_is_served_natively(family: str, tmp_path: Path) -> None:
     ids = text(60)
-    for stored, weights in (("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8")):
+    # Of int8: a number between two codes may take the other one here.
+    for stored, weights, most in (("float32", "auto", 2e-4), ("bfloat16", "auto", 2e-4), ("float32", "int8", 5e-3)):
         made(family).to(getattr(torch, stored)).save_pretrained(tmp_path / stored)
         own = made(family)
         with torch.no_grad():  # and not of what follows from its configuration
@@ -337,13 +338,23 @@ def test_a_folder_of_safetensors_is_served_natively(family: str, tmp_path: Path)
         forward = opened(tmp_path / stored, weights=weights, kv_dtype="float32")
         assert forward.facts.backend == "native" and forward.facts.layers == 4
         found = Sessions(forward, Full()).logits(0, ids, [20, 21])
-        assert (found - expected).abs().max() <= 2e-4 * expected.abs().max(), (stored, weights)
+        assert (found - expected).abs().max() <= most * expected.abs().max(), (stored, weights)
         forward.program.close()
 
 
 def to_bytes(model: PreTrainedModel) -> None:
     """Round the matrices that are asked to be, as they are rounded: 32 inputs to a scale of 16 bits."""
-    small = ("in_proj_a", "in_proj_b", ".a_proj", ".b_proj", "mlp.gate.", "shared_expert_gate", "conv1d", "conv.conv")
+    small = (
+        "in_proj_a",
+        "in_proj_b",
+        ".a_proj",
+        ".b_proj",
+        "mlp.gate.",
+        "router",
+        "shared_expert_gate",
+        "conv1d",
+        "conv.conv",
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and not any(part in name for part in small):

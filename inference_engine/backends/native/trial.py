@@ -17,6 +17,7 @@ from inference_engine.backends.native.program import Program
 from inference_engine.backends.read_model_spec import spec_of_seam
 from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, checked
 from inference_engine.kv.geometry import ONE_ROTARY, SHORT_ROTARY, LayerTraits
+from inference_engine.models.checkpoint import text_name
 from inference_engine.models.families import step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.native.library import Library, ProductIdentity
@@ -102,7 +103,8 @@ class LoadedTensors:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        for name, states in tensors.items():
+        for own, states in tensors.items():
+            name = text_name(own)
             head, _, last = name.rpartition(".experts.")
             if last == "gate_up_proj":
                 for expert, both in enumerate(states):

@@ -1,9 +1,11 @@
-"""LFM2 (arXiv 2511.23404): attention in some layers, in the others a short convolution between two gates."""
+"""LFM2 (arXiv 2511.23404), dense and with experts: attention in some layers, in the others a short convolution between
+two gates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inference_engine.kernels.routing import Router
 from inference_engine.models.families.family import Family, TextConfig
 from inference_engine.models.families.list_writer import ListedLayer, ListWriter
 
@@ -16,9 +18,13 @@ class ConvolutionConfig(TextConfig):
     norm_eps: float
     conv_L_cache: int  # noqa: N815  its name in the configuration
     intermediate_size: int
-    block_auto_adjust_ff_dim: bool
-    block_multiple_of: int
+    block_auto_adjust_ff_dim: bool = False
+    block_multiple_of: int = 1
     block_ffn_dim_multiplier: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
 
     @property
     def inner(self) -> int:
@@ -43,9 +49,24 @@ def write(step: ListWriter, config: ConvolutionConfig) -> None:
             step.attend(layer, names=("q_layernorm", "k_layernorm", "out_proj"))
         step.add("delta", "hidden")
         step.norm(f"{layer.prefix}ffn_norm", "hidden", "normed")
-        step.gated(f"{layer.prefix}feed_forward.", inner=config.inner, activation="silu", names=("w1", "w3", "w2"))
+        _feed_forward(step, layer, config)
         step.add("delta", "hidden")
     step.head(norm="model.embedding_norm")
+
+
+def _feed_forward(step: ListWriter, layer: ListedLayer, config: ConvolutionConfig) -> None:
+    mlp = f"{layer.prefix}mlp."
+    if not step.has(f"{mlp}gate.weight"):
+        step.gated(f"{layer.prefix}feed_forward.", inner=config.inner, activation="silu", names=("w1", "w3", "w2"))
+        return
+    router = Router(
+        chosen=config.num_experts_per_tok,
+        scores="sigmoid",
+        sums_to_one=config.norm_topk_prob,
+        factor=config.routed_scaling_factor,
+    )
+    bias = f"{mlp}expert_bias"
+    step.experts(mlp, router, count=config.num_experts, activation="silu", bias=bias if step.has(bias) else None)
 
 
 def _convolution(step: ListWriter, layer: ListedLayer, config: ConvolutionConfig) -> None:
@@ -61,4 +82,4 @@ def _convolution(step: ListWriter, layer: ListedLayer, config: ConvolutionConfig
     step.product(inputs, "delta", f"{prefix}out_proj")
 
 
-FAMILIES = (Family(model_types=("lfm2",), config=ConvolutionConfig, write=write),)
+FAMILIES = (Family(model_types=("lfm2", "lfm2_moe"), config=ConvolutionConfig, write=write),)

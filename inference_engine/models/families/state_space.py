@@ -1,4 +1,4 @@
-"""Hybrids whose layers are attention or a state space (Mamba 2, arXiv 2405.21060): Granite 4 H without experts.
+"""Hybrids whose layers are attention or a state space (Mamba 2, arXiv 2405.21060): Granite 4 H, dense and with experts.
 
 Embeddings, scores, what layers add and logits are multiplied by factors of the configuration.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inference_engine.kernels.routing import Router
 from inference_engine.models.families.family import Family, TextConfig
 from inference_engine.models.families.list_writer import ListedLayer, ListWriter
 from inference_engine.models.operations import NoStepListError
@@ -24,6 +25,7 @@ class StateSpaceConfig(TextConfig):
     mamba_n_groups: int
     mamba_d_conv: int
     num_local_experts: int = 0
+    num_experts_per_tok: int = 0
     embedding_multiplier: float = 1.0
     attention_multiplier: float
     residual_multiplier: float = 1.0
@@ -32,8 +34,6 @@ class StateSpaceConfig(TextConfig):
 
 
 def write(step: ListWriter, config: StateSpaceConfig) -> None:
-    if config.num_local_experts:
-        raise NoStepListError("lists of Granite 4 H with experts are not written yet")
     if config.time_step_limit not in _UNLIMITED:
         raise NoStepListError(f"time_step_limit is {config.time_step_limit}; lists have steps of any size")
     step.embed(factor=config.embedding_multiplier)
@@ -45,14 +45,27 @@ def write(step: ListWriter, config: StateSpaceConfig) -> None:
             step.attend(layer, scaling=config.attention_multiplier)
         step.add("delta", "hidden", factor=config.residual_multiplier)
         step.norm(f"{layer.prefix}post_attention_layernorm", "hidden", "normed")
-        step.gated(
-            f"{layer.prefix}shared_mlp.",
-            inner=config.shared_intermediate_size,
-            activation=config.hidden_act,
-            names=("input_linear", "output_linear"),
-        )
+        _feed_forward(step, layer, config)
         step.add("delta", "hidden", factor=config.residual_multiplier)
     step.head(factor=1.0 / config.logits_scaling)
+
+
+def _feed_forward(step: ListWriter, layer: ListedLayer, config: StateSpaceConfig) -> None:
+    """A gated product, and experts beside it."""
+    output, act = "delta", config.hidden_act
+    if config.num_local_experts:
+        router = Router(chosen=config.num_experts_per_tok, sums_to_one=True)
+        step.experts(f"{layer.prefix}mlp.", router, count=config.num_local_experts, activation=act)
+        output = step.register("shared", config.hidden_size)
+    step.gated(
+        f"{layer.prefix}shared_mlp.",
+        inner=config.shared_intermediate_size,
+        activation=act,
+        output=output,
+        names=("input_linear", "output_linear"),
+    )
+    if output != "delta":
+        step.add(output, "delta")
 
 
 def _states(step: ListWriter, layer: ListedLayer, config: StateSpaceConfig) -> None:
