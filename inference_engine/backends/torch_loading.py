@@ -114,7 +114,9 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         hidden_size=loaded.model.config.get_text_config().hidden_size,
         device=loaded.device,
         dtype=loaded.dtype,
-        numerics=_numerics(loaded, "torch" if listed is None else "invariant" if is_invariant else "listed"),
+        numerics=_numerics(
+            loaded, _of_modules(seam, config.mode) if listed is None else "invariant" if is_invariant else "listed"
+        ),
         mode=config.mode,
         refused_strategies=admitted.refused,
     )
@@ -130,6 +132,12 @@ def _quantise(loaded: LoadedModel, format_name: str) -> None:
         )
     count = quantise_linears(loaded.model, format_name, head=loaded.model.get_output_embeddings())
     logger.debug("%d matrices were quantised to %s", count, format_name)
+
+
+def _of_modules(seam: Seam, mode: Mode) -> str:
+    """Padded, latent attention has one order of sums; else long prompts have another one than tokens."""
+    expands = mode is Mode.BATCHED and any(layer.entry.value_in_key for layer in seam.layers)
+    return "torch, long prompts expanded" if expands else "torch"
 
 
 def _numerics(loaded: LoadedModel, products: str) -> str:

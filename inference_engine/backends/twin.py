@@ -30,6 +30,7 @@ from inference_engine.backends.base import Admitted, Forward, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kernels.components import KeyComponents
+from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_layers
 from inference_engine.kv.context import KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerTraits
@@ -603,14 +604,17 @@ class _PlainPlan:
         scaling: float,
         softcap: float | None,
         head_sinks: Tensor | None,
+        own: OwnQueries | None,
     ) -> Tensor:
         """queries [1, Hq, N, D], keys and values [1, Hkv, N, D] -> [1, N, Hq, D]."""
+        if own is not None:
+            queries = own.absorbed(slice(None)).transpose(0, 1)[None]
         if keys is not None and values is not None:
             self._written[layer] = keys, values
         keys, values = self._written[layer]
         group = queries.shape[1] // keys.shape[1]
         own_keys, own_values = (states[0].repeat_interleave(group, dim=0) for states in (keys, values))
-        out = torch.empty(_LENGTH, queries.shape[1], values.shape[-1])
+        out = queries.new_empty(_LENGTH, queries.shape[1], values.shape[-1])
         for segment, sources, visible in self._segments(self._layouts[layer]):
             scores = queries[0, :, segment] @ own_keys[:, sources].transpose(1, 2) * scaling
             if softcap is not None:
@@ -621,7 +625,7 @@ class _PlainPlan:
                 scores = torch.cat([scores, drain], dim=-1)
             weights = scores.softmax(-1)[..., : len(sources)]
             out[segment] = (weights @ own_values[:, self.tokens[sources]]).transpose(0, 1)
-        return out[self.tokens][None]
+        return (out if own is None else own.output(out))[self.tokens][None]
 
     def mix(self, _layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """The text as one sequence; a moved copy gets the output of its token."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import BackendError
+from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kernels.reads import (
     BASE,
@@ -211,11 +212,15 @@ class StepTables:
         scaling: float,
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
+        own: OwnQueries | None = None,
     ) -> Tensor:
         """Write K and V of `layer`, if given, and attend. As `StepPlan.attend`, where all queries read regions."""
         if keys is not None and values is not None:
             self.write(layer, keys, values)
-        return self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
+        if own is not None:
+            queries = own.absorbed(slice(None)).transpose(0, 1)[None]
+        out = self.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+        return (out if own is None else own.output(out))[None]
 
 
 class RegionLines:

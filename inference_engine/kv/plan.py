@@ -26,14 +26,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
+from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.reads import ReadRecord
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.geometry import SHORT_ROTARY, Geometry
-from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import Mixer, Scoring, StagedQueries, StatesOfStep, StepReads
+from inference_engine.kv.views import Mixer, Scoring, StagedQueries, StatesOfStep, StepReads, View
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 MOST_RAGGED_TOKENS = 1024
@@ -200,33 +201,48 @@ class StepPlan:
         scaling: float,
         softcap: float | None = None,
         head_sinks: Tensor | None = None,
+        own: OwnQueries | None = None,
     ) -> Tensor:
         """Write the step's K and V of the stored `layer` and attend. None: they are where `tables` says already.
 
-        All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. Raises SpanFailed.
+        All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. own: of a layer whose entries stand for keys
+        and values of all heads, in the place of `queries`. Raises SpanFailed.
         """
         tables = self.tables
         if keys is not None and values is not None:
             tables.write(layer, keys, values)
-        if self.is_numbers_only:
+        if self.is_numbers_only and own is None:
             return tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)[None]
         buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
         regions = queries  # unused if no query reads by numbers
         if None in views:
-            regions = tables.read(layer, queries, scaling=scaling, softcap=softcap, head_sinks=head_sinks)
+            regions = tables.attend(
+                layer, queries, None, None, scaling=scaling, softcap=softcap, head_sinks=head_sinks, own=own
+            )[0]
         scoring = Scoring(scaling=scaling, softcap=softcap, head_sinks=head_sinks)
         outs = []
         for index, (span, view) in enumerate(zip(self.spans, views, strict=True)):
             try:
-                outs.append(
-                    regions[span.packed]
-                    if view is None
-                    else view.read(layer, queries[0, :, span.packed].transpose(0, 1), buffer, scoring)
-                )
+                if view is None:
+                    outs.append(regions[span.packed])
+                elif own is None:
+                    outs.append(view.read(layer, queries[0, :, span.packed].transpose(0, 1), buffer, scoring))
+                else:
+                    outs.append(self._read_own(own, view, layer, span.packed, buffer, scoring))
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+
+    def _read_own(
+        self, own: OwnQueries, view: View, layer: int, some: slice, buffer: KVBuffer, scoring: Scoring
+    ) -> Tensor:
+        """[T, Hq, D]. Which sums tokens get follows from how many their session has in the step, and from what these
+        read; padded, they always get the same."""
+        entries = view.whole(layer, buffer) if self._geometry.token_quantum == 1 else None
+        is_plain = scoring.softcap is None and scoring.head_sinks is None
+        out = own.expanded(some, entries, scaling=scoring.scaling) if entries is not None and is_plain else None
+        return own.output(view.read(layer, own.absorbed(some), buffer, scoring)) if out is None else out
 
     def mix(self, layer: int, mixer: Mixer, hidden: Tensor) -> Tensor:
         """The outputs of the state layer `layer` of the model: each session's tokens with its own state.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
+from inference_engine.kernels.expanded_attention import WholeEntries
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
 from inference_engine.kernels.prefill_attention import AttendCausalState, AttendPiece, attend_piece
 from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedReads
@@ -58,6 +59,10 @@ class View(Protocol):
     """
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor: ...
+
+    def whole(self, layer: int, buffer: KVBuffer) -> WholeEntries | None:
+        """What `read` reads, if it is known before the queries are."""
+        return None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -154,12 +159,15 @@ class Region:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DenseView:
+class DenseView(View):
     """Reads the first `count` slots under a mask [T, count] (None: each query sees each key)."""
 
     region: Region
     count: int
     mask: Tensor | None
+
+    def whole(self, layer: int, buffer: KVBuffer) -> WholeEntries:
+        return WholeEntries(*self.region.pair(buffer, layer, 0, self.count), self.mask)
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         return attend(
@@ -174,7 +182,7 @@ class DenseView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CausalView:
+class CausalView(View):
     """Reads the first `count` slots, where slot i holds position i and the step's own entries are the last."""
 
     region: Region
@@ -245,7 +253,7 @@ class Portion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChunkView:
+class ChunkView(View):
     """Reads resident entries as `DenseView` does, and merges in those of `source`, chunk by chunk.
 
         regions      ■ ■ ■ ■                       | ■ ■ ■ ■ ■      resident, one state

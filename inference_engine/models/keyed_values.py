@@ -46,6 +46,9 @@ class KeyedValues:
     def stored(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.query(query), self.key(key, value), self.value(value)
 
+    def own(self, query: Tensor) -> None:
+        return None
+
     def query(self, query: Tensor) -> Tensor:
         weight: Tensor = self.norm.weight  # type: ignore[assignment]
         if self.scale != 1.0:

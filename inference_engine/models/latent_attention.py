@@ -4,6 +4,8 @@
     query    of head h [own | rope]  ->  own · keys_h [rank] | rope
     output   weights · compressed [rank]  ->  · values_h
 
+Where a step has many tokens of a session, keys and values of all heads are cheaper (`kernels/expanded_attention.py`).
+
 keys_h and values_h are the halves of `kv_b_proj`. A query times its half of them, once, stands for the product of every
 compressed vector with that half, so entries are read as they are stored, whatever the number of heads.
 
@@ -16,12 +18,14 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from inference_engine.errors import ModelError
+from inference_engine.kernels.expanded_attention import OwnQueries, WholeEntries, attend_expanded, is_cheaper
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 _EXPANDED = "kv_b_proj"
@@ -35,6 +39,9 @@ class EntryForm(Protocol):
 
     def stored(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[1, H, N, D] each, of the layer -> the same of its entries."""
+
+    def own(self, query: Tensor) -> OwnQueries | None:
+        """Of `stored` queries, how they read entries, if not as keys and values. Then `output` is what it gives."""
 
     def output(self, out: Tensor) -> Tensor:
         """[1, N, Hq, Dv] of entries -> of the layer."""
@@ -61,14 +68,15 @@ class HeadHalves(nn.Module):
 
     def of_queries(self, own: Tensor) -> Tensor:
         """[H, N, key] -> [H, N, rank]."""
-        return torch.bmm(own, self._halves[:, : self.key])
+        return torch.bmm(own, self.by_head[:, : self.key])
 
     def of_outputs(self, out: Tensor) -> Tensor:
         """[H, N, rank] -> [H, N, value]."""
-        return torch.bmm(out, self._halves[:, self.key :].transpose(1, 2))
+        return torch.bmm(out, self.by_head[:, self.key :].transpose(1, 2))
 
     @property
-    def _halves(self) -> Tensor:
+    def by_head(self) -> Tensor:
+        """[H, key + value, rank]."""
         return self.weight.view(self.heads, self.key + self.value, -1)
 
     def extra_repr(self) -> str:
@@ -96,13 +104,36 @@ class LatentEntries(threading.local):
                 f"{type(self._attention).__name__} does not give its compressed vectors to a cache before it expands "
                 "them; this kind of latent attention cannot be served"
             )
-        compressed, rotated = pair
-        own, turned = torch.split(query[0], [self._halves.key, rotated.shape[-1]], dim=-1)
-        absorbed = torch.cat((self._halves.of_queries(own), turned), dim=-1)
-        return absorbed[None], torch.cat(pair, dim=-1), compressed
+        return query, torch.cat(pair, dim=-1), pair[0]
+
+    def own(self, query: Tensor) -> LatentQueries:
+        return LatentQueries(query[0], self._halves)
 
     def output(self, out: Tensor) -> Tensor:
-        return self._halves.of_outputs(out[0].transpose(0, 1)).transpose(0, 1)[None]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LatentQueries:
+    """Implements OwnQueries. queries: [H, N, own + rope]."""
+
+    queries: Tensor
+    halves: HeadHalves
+
+    def absorbed(self, some: slice) -> Tensor:
+        own, turned = self.queries[:, some].tensor_split([self.halves.key], dim=-1)
+        return torch.cat((self.halves.of_queries(own), turned), dim=-1).transpose(0, 1)
+
+    def output(self, out: Tensor) -> Tensor:
+        return self.halves.of_outputs(out.transpose(0, 1)).transpose(0, 1)
+
+    def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
+        queries, halves = self.queries[:, some].transpose(0, 1), self.halves
+        sizes = {"rank": halves.rank, "own": halves.key, "value": halves.value}
+        if not is_cheaper(len(queries), entries.keys.shape[1], **sizes):
+            return None
+        compressed, rotated = entries.keys[0].tensor_split([halves.rank], dim=-1)
+        return attend_expanded(queries, compressed, rotated, halves.by_head, entries.mask, scaling=scaling)
 
 
 def is_latent(attention: nn.Module) -> bool:

@@ -68,8 +68,13 @@ def _attend(
     form, given = form_of(module), key
     if form is not None:
         query, key, value = form.stored(query, key, value)
+    many = None if form is None else form.own(query)
+    if many is not None:
+        query = many.absorbed(slice(None)).transpose(0, 1)[None]
     seen.note(layer, query, key, sliding_window, given)
     own = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1).transpose(1, 2).contiguous()
+    if many is not None:
+        own = many.output(own[0])[None]
     return own if form is None else form.output(own), None
 
 

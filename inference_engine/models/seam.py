@@ -30,6 +30,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference_engine.errors import ModelError
+from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kv.geometry import (
     IMMOVABLE,
     ONE_ROTARY,
@@ -80,8 +81,10 @@ class AttentionPlan(Protocol):
         scaling: float,
         softcap: float | None,
         head_sinks: Tensor | None,
+        own: OwnQueries | None,
     ) -> Tensor:
-        """layer: a stored one. keys, values: None where an earlier layer of the model has written them."""
+        """layer: a stored one. keys, values: None where an earlier layer of the model has written them. own: as
+        `kv/plan.py` has it."""
 
 
 class _Now(threading.local):
@@ -164,6 +167,7 @@ def _attend(
         scaling=scaling,
         softcap=softcap,
         head_sinks=s_aux,
+        own=None if place.form is None else place.form.own(query),
     )
     return out if place.form is None else place.form.output(out), None
 

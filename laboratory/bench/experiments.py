@@ -56,6 +56,9 @@ EXPERIMENTS = {
     "hostile": Experiment("tests.hostile.bench", "what a victim notices of attacks on its server"),
     "journal": Experiment("laboratory.bench.journal", "what it costs that sessions outlive the process"),
     "kept-sessions": Experiment("laboratory.bench.kept_sessions", "more sessions than there is room for, kept in turn"),
+    "expanded-attention": Experiment(
+        "laboratory.bench.expanded_attention", "a long prompt in latent attention, absorbed and expanded"
+    ),
     "latent-attention": Experiment(
         "laboratory.bench.latent_attention", "latent attention beside transformers, which expands what it reads"
     ),

@@ -23,10 +23,12 @@ from inference_engine.backends.twin import admit_config, model_class
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, InvalidArgument, ModelError
+from inference_engine.kernels import expanded_attention
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
+from inference_engine.models import latent_attention
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import ATTENTION
@@ -264,3 +266,26 @@ def test_batch_invariance_is_refused_where_experts_run_on_torchs_modules(served:
 def test_a_model_with_an_indexer_is_refused_by_name(kind: str) -> None:
     with pytest.raises(ModelError, match="chooses the tokens that attention reads by an indexer"):
         admit_config(CONFIG_MAPPING[kind]())
+
+
+def test_a_long_prompt_is_expanded_and_single_tokens_are_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And both give what transformers does."""
+    own, forward = served["deepseek_v3"]
+    counts: list[tuple[int, int]] = []
+    expand = expanded_attention.attend_expanded
+
+    def counted(queries: torch.Tensor, compressed: torch.Tensor, *rest: Any, **words: Any) -> torch.Tensor:
+        counts.append((len(queries), len(compressed)))
+        found: torch.Tensor = expand(queries, compressed, *rest, **words)
+        return found
+
+    monkeypatch.setattr(latent_attention, "attend_expanded", counted)
+    with Engine(forward, EngineConfig(**SMALL)) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, HISTORIES[2])
+        assert ids_of(engine, session) == continued(own, HISTORIES[2])
+        engine.append(session, [5, 6])
+        assert ids_of(engine, session)
+    layers = SIZES["num_hidden_layers"]
+    assert counts and len(counts) % layers == 0 and min(count for count, _ in counts) > 2
+    assert sum(count for count, _ in counts) >= layers * (len(HISTORIES[2]) - 16)

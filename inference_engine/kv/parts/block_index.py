@@ -199,7 +199,7 @@ def _highs(buffer: KVBuffer) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GatherView:
+class GatherView(View):
     """Reads the chosen blocks for the queries `generated`, and as `dense` for the others."""
 
     region: Region

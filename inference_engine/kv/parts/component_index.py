@@ -379,7 +379,7 @@ class ComponentIndex(LayerPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BesideView:
+class BesideView(View):
     """Reads some queries, each of which chooses, by the operation over regions, as it would alone; `others` the others.
 
     choosing: indexes of queries [G]. lines: by layer, [G, FIELDS]; reads: of these.
@@ -411,7 +411,7 @@ class BesideView:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComponentView:
+class ComponentView(View):
     """Reads the chosen tokens for the queries `choosing`, some at a time, and as `dense` for the others."""
 
     region: Region

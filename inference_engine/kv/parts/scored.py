@@ -147,7 +147,7 @@ class ScoredEntries(LayerPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _AskedView:
+class _AskedView(View):
     """Reads as `inner` does, and keeps query number `last` of each layer in `asked`."""
 
     inner: View

@@ -151,7 +151,7 @@ class PrefixEntries(LayerPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixView:
+class PrefixView(View):
     """Reads the prefix and the regions behind it, the first `count` slots under a mask, with one softmax.
 
     mask: [T, count]; None: each query sees each key. Every query of the step is behind the prefix and sees all of it.

@@ -177,7 +177,7 @@ class QueryCache(LayerPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MacView:
+class MacView(View):
     """Lets the queries `generated` reuse the attention of earlier ones, one by one; reads as `dense` for the others.
 
     A later query of the same step can match an earlier one at once; later steps can, if its token is committed. Each
