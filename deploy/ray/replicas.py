@@ -30,7 +30,7 @@ from ray.exceptions import RayError
 
 READY = "ready at "
 LOOK_SECONDS = 1.0
-STOP_SECONDS = 15.0  # beyond drain_seconds
+STOP_SECONDS = 30.0  # beyond drain_seconds
 
 
 class Server:

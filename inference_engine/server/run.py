@@ -52,8 +52,9 @@ if TYPE_CHECKING:
 # Once the engine has drained: how long calls may take to return, and their last bytes to be sent.
 LEAVE_SECONDS = 5.0
 FLUSH_SECONDS = 1.0
-# From the end of the grace to that of the process: supervisors get one time that holds, whatever hangs.
-STOP_SECONDS = 10.0
+# From the end of the grace to that of the process: supervisors get one time that holds, whatever hangs. In order it
+# takes these two, ten seconds for copies of sessions' K/V, one for the journal, and the rest of a step.
+STOP_SECONDS = 25.0
 LAST_WORDS_SECONDS = 1.0  # of these, to say where it hangs
 EXIT_LATE = 124  # as timeout(1) ends with
 SWITCH_SECONDS = 0.0005
