@@ -369,11 +369,14 @@ class Hibernation:
         if (known := self._cuts.get(session)) is not None:
             return None if known >= record.length else min(known, length)
         # From before this start: what both begin with, up to a border. Where all does that is known, the file will say.
-        digests = self._store.prefixes.digests_of(session, length)
+        tokens, is_all = self._in_common(session, record)
+        return None if is_all and record.length <= len(session.history) else min(tokens, length)
+
+    def _in_common(self, session: Session, record: CopyRecord) -> tuple[int, bool]:
+        """How many first tokens the session and a copy are known to have in common; and is more not known?"""
+        digests = self._store.prefixes.digests_of(session, len(session.history))
         common, is_all = self._index.in_common(record, digests)
-        if is_all and record.length <= len(session.history):
-            return None
-        return border(common - 1, session.kv.context.geometry.segment_tokens)
+        return border(common - 1, session.kv.context.geometry.segment_tokens), is_all
 
     def _of_another(self, session: Session, found: Callable[[], int]) -> tuple[CopyRecord | None, int]:
         """A copy whose session began alike, and how many tokens of it are worth reading it: more than were `found`."""
@@ -431,9 +434,7 @@ class Hibernation:
         is_foreign = isinstance(error, CopyUnusable) and error.outcome == "foreign"
         if not (is_foreign and reading.is_own and reading.tokens is None) or session in self._cuts:
             return False
-        geometry, length = session.kv.context.geometry, entries_kept(len(session.history))
-        common, _ = self._index.in_common(reading.record, self._store.prefixes.digests_of(session, length))
-        self._cuts[session] = border(common - 1, geometry.segment_tokens)
+        self._cuts[session], _ = self._in_common(session, reading.record)
         return self._cuts[session] > session.kv.base
 
     def _not_usable(self, session: Session, reading: _Reading, error: Exception) -> None:
