@@ -38,7 +38,7 @@ from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.replies import DIGEST_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
-from kakeya import AsyncClient, AsyncSession, Client
+from kakeya import AsyncClient, AsyncSession, Client, SinkWindow
 from laboratory.bench.experiments import Save
 from laboratory.evaluation import record
 from laboratory.load.driver import NO_RETRIES
@@ -244,7 +244,7 @@ def many(count: int, rounds: int, calls: int, folder: Path) -> dict[str, dict[st
         scripted_child(engine_config(POWER, folder / "many", **settings), SERVER, step_seconds=0.0) as child,
         Client(child.wait_ready(), retry=NO_RETRIES) as client,
     ):
-        client.create_session()
+        client.create_session(strategy=SinkWindow())  # which has no limit: each gets one id more
     ids = fill(folder / "many", count)
 
     def start(name: str) -> float:

@@ -1,4 +1,4 @@
-"""What the bench of the journal counts without servers."""
+"""What the bench of the journal counts, and what its servers do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laboratory.bench import journal as bench_journal
-from laboratory.bench.journal import FRAME_BYTES, logs, sizes, verdicts
+from laboratory.bench.journal import FRAME_BYTES, logs, many, sizes, verdicts
 
 
 def test_a_database_of_short_turns_is_hardly_larger_than_its_ids(
@@ -30,3 +30,9 @@ def test_the_log_of_a_step_is_counted_and_rows_by_session_take_many_times_as_muc
     assert [row["value"] for row in verdicts(values)] == ["log of a commit, 32 streams, a token each"]
     assert FRAME_BYTES <= 1024 * as_written <= 4 * FRAME_BYTES
     assert by_session > 4 * as_written
+
+
+def test_servers_start_on_many_kept_sessions_and_each_goes_on(tmp_path: Path) -> None:
+    values = many(10, 1, 3, tmp_path)
+    assert values["first call of a kept session"]["count"] == 3
+    assert values["start, 10 sessions of 8,192 ids"]["median"] > 0
