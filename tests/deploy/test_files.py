@@ -64,7 +64,7 @@ def compose() -> Any:
         merged = services.setdefault(name, {})
         for key, value in each.items():
             merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    return {**whole, "services": services, "secrets": {**whole["secrets"], **database["secrets"]}}
+    return {**whole, "services": services}
 
 
 def environments() -> dict[str, dict[str, str]]:
