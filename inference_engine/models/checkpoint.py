@@ -11,7 +11,7 @@ with blocks these stay as they are:
 - Gemma's norms are stored with 1 added; `as_float32` subtracts it.
 - The experts of a layer are one tensor; here each has the name that it has in safetensors.
 
-Anything else is made of the numbers of one tensor or several (`numbers`), which torch alone reads.
+Anything else is made of the numbers of one tensor or several.
 
 Tied embeddings have no `lm_head.weight`, or the same numbers again; `configuration.py` looks.
 """
@@ -22,7 +22,7 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -31,10 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import ModelError
-from inference_engine.models.encodings import BY_NAME
+from inference_engine.models.encodings import BY_NAME, Encoding
 from inference_engine.models.folder import weight_files
-from inference_engine.models.gguf_architectures import ARCHITECTURES
-from inference_engine.models.gguf_config import gguf_config, is_of_later_tokens
+from inference_engine.models.gguf_architectures import ARCHITECTURES, Made, MovedBlocks
+from inference_engine.models.gguf_config import gguf_config, later_tensors
 from inference_engine.models.gguf_header import GgufHeader, GgufTensor
 from inference_engine.models.safetensors_header import check_safetensors
 
@@ -358,9 +358,16 @@ def _places(folder: Path, file: str) -> dict[str, _FileSpan]:
 # -- GGUF -------------------------------------------------------------------------------------------------------------
 
 # What an expert's matrices of one layer are called, where each is a tensor of its own.
-_OF_EXPERTS: Mapping[str, str] = MappingProxyType(
-    {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_OF_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "ffn_gate_exps": ("gate_proj",),
+        "ffn_up_exps": ("up_proj",),
+        "ffn_down_exps": ("down_proj",),
+        "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    }
 )
+# A matrix of one row, which some converters write as a vector.
+_ONE_ROW = "shared_expert_gate.weight"
 # Those whose `attention_bias` is of the outputs, too.
 _BIASED_OUTPUTS = ("llama", "qwen3", "gpt_oss", "granitemoehybrid", "falcon_h1")
 # Read with the configuration (gguf_config.py).
@@ -371,18 +378,16 @@ _OUTSIDE = re.compile(r"(\w+)\.(weight|bias)", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stored:
-    """expert: which part of the first dimension."""
+    """part: which of so many of equal size along the first dimensions."""
 
     tensor: GgufTensor
-    expert: int | None = None
+    part: tuple[int, int] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Recipe:
-    """See `Made`."""
-
     parts: tuple[GgufTensor, ...]
-    make: Callable[..., NDArray[np.float32]]
+    way: Made | MovedBlocks
 
 
 class GgufCheckpoint(Checkpoint):
@@ -393,18 +398,21 @@ class GgufCheckpoint(Checkpoint):
         self.path = header.path
         config = gguf_config(header)
         self._model_type: str = config["model_type"]
-        self._layers: int = config["num_hidden_layers"]
-        self._has_later = bool(header.number(f"{header.text('general.architecture')}.nextn_predict_layers"))
-        self._layout = ARCHITECTURES[header.text("general.architecture") or ""].layout(config)
+        architecture = header.text("general.architecture") or ""
+        self._layout = ARCHITECTURES[architecture].layout(config)
+        ignored = {*_IGNORED, *later_tensors(header, architecture)}
         self._maps = {part: _mapped(part) for part in header.parts}
         self._tensors: dict[str, _Stored] = {}
         self._made: dict[str, _Recipe] = {}
-        parts: dict[tuple[int, str], GgufTensor] = {}
+        self._part_names = {part for ways in self._layout.made.values() for way in ways for part in way.parts}
+        parts: dict[int, dict[str, GgufTensor]] = {}
         for tensor in header.tensors.values():
             if tensor.start + tensor.size_bytes > len(self._maps[tensor.path]):
                 raise ModelError(f"{tensor.path}: truncated while it was read; get the file again")
-            self._add(tensor, parts)
+            if tensor.name not in ignored:
+                self._add(tensor, parts)
         self._make(parts)
+        self._last: StoredTensor | None = None  # for it is asked for again
         self._zeros: dict[str, int] = {}
         if config.get("attention_bias") or config.get("qkv_bias") or self._model_type == "qwen2":
             names = "qkvo" if self._model_type in _BIASED_OUTPUTS else "qkv"
@@ -427,17 +435,39 @@ class GgufCheckpoint(Checkpoint):
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         if (recipe := self._made.get(name)) is None:
             return super().numbers(name, shape)
-        try:
-            found = recipe.make(*(self._stored(part.name, _Stored(tensor=part)).as_float32() for part in recipe.parts))
-        except (ValueError, IndexError, AssertionError) as error:
-            parts = ", ".join(f"{part.name} {part.shape}" for part in recipe.parts)
-            raise ModelError(f"{self.path}: {name} cannot be made of {parts}; the weights do not fit it") from error
+        found = self._numbers_of(name, recipe)
         if _squeezed(found.shape) != _squeezed(shape):
             raise ModelError(
                 f"{self.path}: {name} has the shape {found.shape}, the configuration asks for {shape}; the weights do "
                 "not fit it"
             )
         return np.ascontiguousarray(found.reshape(shape), np.float32)
+
+    def unpacking(self, executor: str, dtype: str = "float32", number_bytes: int = 4) -> str:
+        found = super().unpacking(executor, dtype, number_bytes)
+        apart = [
+            part
+            for recipe in self._made.values()
+            if isinstance(recipe.way, MovedBlocks) and recipe.way.columns is not None
+            for part in recipe.parts
+            if _block_order(recipe.way.columns, part.encoding) is None
+        ]
+        if executor != "native" or not apart:
+            return found
+        numbers, stored = 4 * sum(math.prod(part.shape) for part in apart), sum(part.size_bytes for part in apart)
+        said = (
+            f"{len(apart)} tensors with columns in another order, {apart[0].name} first, are unpacked to float32: "
+            f"{numbers / 1e6:,.1f} MB of memory for {stored / 1e6:,.1f} MB of the file"
+        )
+        return f"{found}; {said}" if found else said
+
+    def _numbers_of(self, name: str, recipe: _Recipe) -> NDArray[np.float32]:
+        parts = [self._stored(part.name, _Stored(tensor=part)).as_float32() for part in recipe.parts]
+        try:
+            return recipe.way.make(*parts)
+        except (ValueError, IndexError) as error:
+            shapes = ", ".join(f"{part.name} {part.shape}" for part in recipe.parts)
+            raise ModelError(f"{self.path}: {name} cannot be made of {shapes}: {error}; get the file again") from error
 
     def sources(self) -> Iterator[StoredTensor]:
         yield from (self.tensor(name) for name in (*self._tensors, *self._zeros))
@@ -453,31 +483,35 @@ class GgufCheckpoint(Checkpoint):
             if name.endswith(ends) and (bias := f"{name.removesuffix('weight')}bias") not in self._tensors:
                 self._zeros[bias] = stored.tensor.shape[0]
 
-    def _add(self, tensor: GgufTensor, parts: dict[tuple[int, str], GgufTensor]) -> None:
-        if tensor.name in _IGNORED or (self._has_later and is_of_later_tokens(tensor.name, self._layers)):
-            return
-        layout, most, name = self._layout, 2, None
+    def _add(self, tensor: GgufTensor, parts: dict[int, dict[str, GgufTensor]]) -> None:
+        """parts: of layers, where what other tensors are made of is put."""
+        layout, name = self._layout, None
         if (in_layer := _LAYER.fullmatch(tensor.name)) is not None:
             layer, inside = int(in_layer[1]), in_layer[2]
             what, _, end = inside.rpartition(".")
             place = f"model.layers.{layer}."
-            if any(inside in made.parts for ways in layout.made.values() for made in ways):
-                parts[layer, inside] = tensor
+            if inside in self._part_names:
+                if parts.setdefault(layer, {}).setdefault(inside, tensor) is not tensor:
+                    raise ModelError(f"{self.path}: two tensors are {inside} of layer {layer}; get the file again")
                 return
             if what in _OF_EXPERTS and layout.experts and len(tensor.shape) == 3:
-                if tensor.shape[0] + len(self._tensors) > MAX_NAMES:
+                if 2 * tensor.shape[0] + len(self._tensors) > MAX_NAMES:
                     raise ModelError(f"{self.path}: more than {MAX_NAMES} tensors, which are not read")
-                for expert in range(tensor.shape[0]):
-                    own = f"{place}{layout.experts}.{expert}.{_OF_EXPERTS[what]}.{end}"
-                    self._tensors[own] = _Stored(tensor=tensor, expert=expert)
+                kinds = _OF_EXPERTS[what]
+                for number in range(count := tensor.shape[0] * len(kinds)):
+                    expert, kind = divmod(number, len(kinds))
+                    own = f"{place}{layout.experts}.{expert}.{kinds[kind]}.{end}"
+                    if own in self._tensors:
+                        raise ModelError(f"{self.path}: two tensors are {own}; get the file again")
+                    self._tensors[own] = _Stored(tensor=tensor, part=(number, count))
                 return
-            if (own_name := layout.names.get(inside)) is not None:
-                name = place + own_name
-            elif (module := layout.names.get(what)) is not None and end in ("weight", "bias"):
-                name = f"{place}{module}.{end}"
+            if inside in layout.names:
+                name = place + layout.names[inside]
+            elif what in layout.names and end in ("weight", "bias"):
+                name = f"{place}{layout.names[what]}.{end}"
         elif (outside := _OUTSIDE.fullmatch(tensor.name)) is not None and outside[1] in layout.outside:
             name = f"{layout.outside[outside[1]]}.{outside[2]}"
-        if name is None or len(tensor.shape) > most:
+        if name is None or len(tensor.shape) > 2:
             raise ModelError(
                 f"{self.path}: the tensor {tensor.name} of the shape {tensor.shape} is not one of a {self._model_type} "
                 "model; it cannot be served from GGUF"
@@ -486,22 +520,21 @@ class GgufCheckpoint(Checkpoint):
             raise ModelError(f"{self.path}: two tensors are {name}; get the file again")
         self._tensors[name] = _Stored(tensor=tensor)
 
-    def _make(self, parts: dict[tuple[int, str], GgufTensor]) -> None:
+    def _make(self, parts: dict[int, dict[str, GgufTensor]]) -> None:
         """What is made of parts, in each layer that has any of them. Raises ModelError if it has not all."""
-        for layer in sorted({layer for layer, _ in parts}):
-            own = {name: tensor for (at, name), tensor in parts.items() if at == layer}
+        for layer, own in parts.items():
             for name, ways in self._layout.made.items():
-                there = [way for way in ways if own.keys() & set(way.parts)]
-                whole = [way for way in there if own.keys() >= set(way.parts)]
-                if not there:
-                    continue
-                if len(there) > 1 or not whole:
-                    known = ", ".join(f"blk.{layer}.{part}" for way in there for part in way.parts if part in own)
+                there = own.keys() & {part for way in ways for part in way.parts}
+                whole = [way for way in ways if own.keys() >= {*way.parts}]
+                if unused := there - {part for way in whole for part in way.parts}:
+                    known = ", ".join(f"blk.{layer}.{part}" for part in sorted(unused))
                     raise ModelError(
                         f"{self.path}: {known}: not what model.layers.{layer}.{name} is made of, which is "
                         f"{' or '.join(' and '.join(way.parts) for way in ways)}; get the file again"
                     )
-                recipe = _Recipe(parts=tuple(own[part] for part in whole[0].parts), make=whole[0].make)
+                if not there:
+                    continue
+                recipe = _Recipe(parts=tuple(own[part] for part in whole[0].parts), way=whole[0])
                 self._made[f"model.layers.{layer}.{name}"] = recipe
 
     def _find(self, name: str) -> StoredTensor | None:
@@ -509,18 +542,19 @@ class GgufCheckpoint(Checkpoint):
             return StoredTensor(
                 name=name, path=self.path, shape=(rows,), encoding="F32", data=np.zeros(4 * rows, np.uint8)
             )
-        if name in self._made:
-            raise ModelError(
-                f"{self.path}: {name} is not one tensor of the file as it lies there; torch alone reads it"
-            )
+        if (recipe := self._made.get(name)) is not None:
+            return self._moved(name, recipe)
         return None if (stored := self._tensors.get(name)) is None else self._stored(name, stored)
 
     def _stored(self, name: str, stored: _Stored) -> StoredTensor:
         tensor = stored.tensor
         data, shape = self._maps[tensor.path][tensor.start : tensor.start + tensor.size_bytes], tensor.shape
-        if stored.expert is not None:
-            size = tensor.size_bytes // shape[0]
-            data, shape = data[stored.expert * size :][:size], shape[1:]
+        if stored.part is not None:
+            number, count = stored.part
+            size = tensor.size_bytes // count
+            data, shape = data[number * size :][:size], (shape[0] * shape[1] // count, *shape[2:])
+        if name.endswith(_ONE_ROW) and len(shape) == 1:
+            shape = (1, *shape)
         is_own = name in self._tensors
         return StoredTensor(
             name=name,
@@ -532,6 +566,26 @@ class GgufCheckpoint(Checkpoint):
             added=1.0 if is_own and self._layout.plus_one and name.endswith("norm.weight") else 0.0,
         )
 
+    def _moved(self, name: str, recipe: _Recipe) -> StoredTensor:
+        """In blocks if these only move, else the numbers."""
+        tensors = [self._stored(part.name, _Stored(tensor=part)) for part in recipe.parts]
+        first, way = tensors[0], recipe.way
+        if isinstance(way, MovedBlocks) and len({(one.encoding, one.shape[1:]) for one in tensors}) == 1:
+            rows, columns = sum(one.shape[0] for one in tensors), math.prod(first.shape[1:])
+            data = first.data if len(tensors) == 1 else np.concatenate([one.data for one in tensors])
+            kind, order = BY_NAME[first.encoding], None
+            if way.columns is not None and len(way.columns) == columns:
+                order = _block_order(way.columns, kind)
+            if order is not None:
+                data = np.ascontiguousarray(data.reshape(rows, -1, kind.size_bytes)[:, order]).reshape(-1)
+            if (way.columns is None or order is not None) and (way.rows is None or len(way.rows) == rows):
+                return replace(first, name=name, shape=(rows, columns), data=data, row_order=way.rows)
+        if self._last is None or self._last.name != name:
+            found = self._numbers_of(name, recipe)
+            data = np.ascontiguousarray(found, np.float32).reshape(-1).view(np.uint8)
+            self._last = replace(first, name=name, shape=found.shape, encoding="F32", data=data)
+        return self._last
+
     def _row_order(self, name: str, rows: int) -> NDArray[np.int64] | None:
         """llama.cpp's converter makes rows of [heads, 2, D/2] to [heads, D/2, 2]."""
         heads = self._layout.heads.get(name.split(".")[-2]) if name.count(".") else None
@@ -540,6 +594,17 @@ class GgufCheckpoint(Checkpoint):
         if rows % (2 * heads):
             raise ModelError(f"{self.path}: {name} has {rows} outputs, which are not {heads} heads of an even size")
         return np.arange(rows, dtype=np.int64).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _block_order(columns: NDArray[np.int64], encoding: Encoding) -> NDArray[np.int64] | None:
+    """Which block each one of a row is; None where columns leave their blocks."""
+    if len(columns) % encoding.numbers:
+        return None
+    blocks = columns.reshape(-1, encoding.numbers)
+    if (blocks[:, :1] % encoding.numbers).any() or (blocks != blocks[:, :1] + np.arange(encoding.numbers)).any():
+        return None
+    order: NDArray[np.int64] = blocks[:, 0] // encoding.numbers
+    return order
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from inference_engine.errors import ModelError
 from inference_engine.models.file_keys import in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_architectures import ARCHITECTURES, Keys
@@ -69,15 +67,9 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
             f"llama.attention.sliding_window is {window}: each token sees that many, as in a Mistral model of "
             "safetensors; llama.cpp ignores the key"
         )
-    pattern = f"{architecture}.attention.sliding_window_pattern"
-    if isinstance(header.values.get(pattern), np.ndarray):
-        notes.append(
-            f"{pattern} has a value for each layer, which is followed; llama.cpp takes every sixth layer to be full"
-        )
     if architecture == "gpt-oss" and header.text("gpt-oss.rope.scaling.type") == "yarn":
         notes.append("YaRN's bounds are not rounded, as in every model of this architecture; llama.cpp rounds them")
-    layers, later = (header.number(f"{architecture}.{name}") or 0 for name in ("block_count", "nextn_predict_layers"))
-    if count := sum(is_of_later_tokens(name, layers - later) for name in header.tensors):
+    if count := len(later_tensors(header, architecture)):
         notes.append(f"layers that predict later tokens, with {count} tensors, are not loaded")
     for name, default in _NOT_READ.items():
         if (value := header.values.get(f"{architecture}.{name}", default)) != default:
@@ -93,7 +85,10 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
 _IN_LAYER = re.compile(r"blk\.(\d{1,4})\.", re.ASCII)
 
 
-def is_of_later_tokens(tensor: str, layers: int) -> bool:
-    """Is this a tensor of a layer behind the model's own?"""
-    found = _IN_LAYER.match(tensor)
-    return found is not None and int(found[1]) >= layers
+def later_tensors(header: GgufHeader, architecture: str) -> frozenset[str]:
+    """The tensors of layers that predict later tokens, which lie behind the model's own."""
+    keys = Keys(header, architecture)
+    if not keys.optional("nextn_predict_layers"):
+        return frozenset()
+    found = ((name, _IN_LAYER.match(name)) for name in header.tensors)
+    return frozenset(name for name, place in found if place is not None and int(place[1]) >= keys.layers)

@@ -688,3 +688,9 @@ def _multiplied(config: Any, name: str, tensor: Tensor) -> Tensor:
         rows = config.ssm_in_multiplier * np.repeat(config.ssm_multipliers, sizes)[:, None]
         return np.asarray(tensor * rows, np.float32)
     return np.asarray(tensor * factors.get(module, 1.0), np.float32)
+
+
+def without_dimensions_of_1(tensors: dict[str, Tensor]) -> None:
+    """As other converters write them."""
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.squeeze()

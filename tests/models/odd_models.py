@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.gguf_layouts import SMALL
+from tests.models.gguf_layouts import SMALL, without_dimensions_of_1
 from tests.models.test_quantised_checkpoints import GPTQ, in_gptq
 from tests.models.tiny_gguf import tiny_model, write_gguf
 
@@ -457,10 +457,11 @@ ODD: Mapping[str, Odd] = {
     ),
     "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
-    "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch",), refusal="qwen3_5_text"),
+    "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch", "native"), refusal="no kernel"),
     "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="deepseek_v3"),
     "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch",), refusal="gemma4_text"),
     "GGUF, the rounding of YaRN's bounds": gguf_of("gpt-oss", served_by=("torch",), refusal="gpt_oss", note="bounds"),
+    "GGUF, the gate of a shared expert as a vector": gguf_of("qwen2moe", tensors=without_dimensions_of_1),
     "GGUF, caps of 0": gguf_of(
         configured(
             "Gemma2",
@@ -475,7 +476,6 @@ ODD: Mapping[str, Odd] = {
     "GGUF, layers with a window one by one": gguf_of(
         configured("Gemma3Text", **{**GEMMA, "layer_types": ["full_attention", "sliding_attention"]}, sliding_window=4),
         values={"gemma3.attention.sliding_window_pattern": [False, True]},
-        note="llama.cpp takes every sixth layer to be full",
     ),
     "GGUF, a window of Mistral": gguf_of(
         configured("Mistral", sliding_window=4),

@@ -1,4 +1,4 @@
-"""GGUF files of families that only torch runs, and of mixtures: read as llama.cpp's converter writes them."""
+"""GGUF files of families beside the dense ones: read as llama.cpp's converter writes them, on torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gguf.quants import dequantize, quantize
 from inference_engine.errors import ModelError
 from inference_engine.models import find_model, load_model, remarks
 from tests.further import further
-from tests.models.gguf_layouts import MORE_FAMILIES, Tensor
+from tests.models.gguf_layouts import MORE_FAMILIES, Tensor, without_dimensions_of_1
 from tests.models.llama_cpp_logits import CHANGES, EVERY, KEPT
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import tiny_model, write_gguf
@@ -114,6 +114,12 @@ def one_latent_matrix(tensors: Tensors, start: str) -> None:
     tensors[f"{start}attn_kv_b.weight"] = np.concatenate((keys.swapaxes(1, 2), values), axis=1).reshape(-1, 32)
 
 
+def both_ways(tensors: Tensors, start: str) -> None:
+    apart = {name: tensors[name] for name in (f"{start}attn_k_b.weight", f"{start}attn_v_b.weight")}
+    one_latent_matrix(tensors, start)
+    tensors |= apart
+
+
 def gates_and_ups_apart(tensors: Tensors, start: str) -> None:
     both = tensors.pop(f"{start}ffn_gate_up_exps.weight")
     tensors[f"{start}ffn_gate_exps.weight"], tensors[f"{start}ffn_up_exps.weight"] = np.split(both, 2, axis=1)
@@ -122,11 +128,6 @@ def gates_and_ups_apart(tensors: Tensors, start: str) -> None:
 def gates_above_ups(tensors: Tensors, start: str) -> None:
     parts = [tensors.pop(f"{start}ffn_{name}_exps.weight") for name in ("gate", "up")]
     tensors[f"{start}ffn_gate_up_exps.weight"] = np.concatenate(parts, axis=1)
-
-
-def without_dimensions_of_1(tensors: Tensors, start: str) -> None:
-    for name in [name for name in tensors if name.startswith(start)]:
-        tensors[name] = tensors[name].squeeze()
 
 
 def with_a_later_layer(tensors: Tensors) -> None:
@@ -144,10 +145,11 @@ LAYOUTS: Mapping[str, tuple[str, Callable[[Tensors], Any] | None, Mapping[str, A
         each_layer(one_latent_matrix),
         {f"deepseek2.attention.{name}": value for name, value in LATENT.items()},
     ),
+    "keys and values of a latent by one matrix, and by two": ("deepseek2", each_layer(both_ways), {}),
     "gates and ups of experts apart": ("gemma4 with experts", each_layer(gates_and_ups_apart), {}),
     "gates and ups of experts in one tensor": ("qwen35moe", each_layer(gates_above_ups), {}),
-    "no dimensions of 1": ("granitehybrid", each_layer(without_dimensions_of_1), {}),
-    "a shared expert's gate as a vector": ("qwen2moe", each_layer(without_dimensions_of_1), {}),
+    "no dimensions of 1": ("granitehybrid", without_dimensions_of_1, {}),
+    "a shared expert's gate as a vector": ("qwen2moe", without_dimensions_of_1, {}),
     "a layer that predicts later tokens": (
         "qwen35",
         with_a_later_layer,
@@ -193,6 +195,10 @@ def without(name: str) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.pop(name)
 
 
+def cut(name: str) -> Callable[[Tensors], Any]:
+    return lambda tensors: tensors.update({name: tensors[name][:64]})
+
+
 def with_one_more(name: str, size: int) -> Callable[[Tensors], Any]:
     return lambda tensors: tensors.setdefault(name, np.ones(size, np.float32))
 
@@ -204,6 +210,9 @@ REFUSED: list[tuple[str, Mapping[str, Any], Callable[[Tensors], Any] | None, str
     ("qwen35", {"nextn_predict_layers": 3}, None, r"nextn_predict_layers is 3 of the 3 layers"),
     ("qwen35", {}, without("blk.0.ssm_a"), r"no tensor model\.layers\.0\.linear_attn\.A_log"),
     ("qwen35", {"ssm.group_count": 4}, None, "linear_attn"),
+    ("qwen35", {}, lambda tensors: tensors["blk.0.ssm_a"].fill(1), r"ssm_a \(4,\): a decay that is not negative"),
+    ("qwen3next", {"ssm.state_size": 16}, None, r"conv1d\.weight has the shape \(256, 1, 4\)"),
+    ("qwen3next", {}, cut("blk.0.attn_gate.weight"), "an order of 384 for 320 rows"),
     ("qwen3next", {}, without("blk.0.attn_gate.weight"), r"blk\.0\.attn_qkv\.weight: not what .* and attn_gate"),
     ("qwen3next", {"expert_group_count": 2}, None, "expert_group_count is 2; experts in groups"),
     ("granitehybrid", {"expert_shared_feed_forward_length": 0}, None, "only mixtures with an expert for all"),

@@ -1,15 +1,19 @@
-"""Folders of mixtures of experts are served natively, by the names that their families store tensors under."""
+"""Mixtures of experts, and GGUF files of more families, are served natively, by the names of their tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inference_engine.compose import open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
+from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.types import Mode
+from tests.further import further
 from tests.laws.variants import generate, same, text
 from tests.models.odd_models import configured
 from tests.models.tiny_gguf import tiny_model, write_gguf
@@ -31,10 +35,41 @@ def test_a_mixture_generates_natively_what_torch_generates(kind: str, tmp_path: 
     generates_natively_what_torch_generates(tmp_path / "model")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2moe", "glm4moe"])
-def test_a_mixture_in_gguf_does_too(family: str, tmp_path: Path) -> None:
-    write_gguf(tiny_model(family), tmp_path / "model.gguf", "Q8_0")
+# The columns of ssm_out move in whole blocks of 32, and out of those of 256.
+WIDE = {"hidden_size": 256, "linear_num_value_heads": 8}
+
+
+def wide_blocks(name: str) -> str:
+    return "Q4_K" if "ssm_out" in name else "Q8_0"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kind"),
+    [
+        ("mixtral", {}, "Q8_0"),
+        ("qwen2moe", {}, "Q8_0"),
+        further("glm4moe", {}, "Q8_0"),
+        ("qwen35moe", {}, "Q4_0"),
+        further("qwen3next", {}, "Q4_0"),
+        ("qwen35", WIDE, wide_blocks),
+    ],
+)
+def test_a_gguf_file_generates_natively_what_torch_generates(
+    family: str, changes: dict[str, Any], kind: str | Callable[[str], str], tmp_path: Path
+) -> None:
+    write_gguf(tiny_model(family, **changes), tmp_path / "model.gguf", kind)
     generates_natively_what_torch_generates(tmp_path / "model.gguf")
+
+
+def test_what_is_unpacked_natively_is_said(tmp_path: Path) -> None:
+    write_gguf(tiny_model("qwen35", **WIDE), tmp_path / "model.gguf", wide_blocks)
+    said = open_checkpoint(tmp_path / "model.gguf").unpacking("native")
+    assert said == (
+        "2 tensors with columns in another order, blk.0.ssm_out.weight first, are unpacked to float32: 0.5 MB of "
+        "memory for 0.1 MB of the file"
+    )
+    write_gguf(tiny_model("qwen35", **WIDE), tmp_path / "model.gguf", "Q8_0")
+    assert open_checkpoint(tmp_path / "model.gguf").unpacking("native") == ""
 
 
 def generates_natively_what_torch_generates(path: Path) -> None:

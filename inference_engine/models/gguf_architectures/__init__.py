@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from inference_engine.models.gguf_architectures import convolutions, delta, dense, gemmas, mamba, mla, routed
-from inference_engine.models.gguf_architectures.architecture import Architecture, Made, TensorLayout
+from inference_engine.models.gguf_architectures.architecture import Architecture, Made, MovedBlocks, TensorLayout
 from inference_engine.models.gguf_architectures.header_keys import Keys
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -17,4 +17,4 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     }
 )
 
-__all__ = ["ARCHITECTURES", "Architecture", "Keys", "Made", "TensorLayout"]
+__all__ = ["ARCHITECTURES", "Architecture", "Keys", "Made", "MovedBlocks", "TensorLayout"]

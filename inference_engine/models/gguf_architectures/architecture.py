@@ -1,8 +1,8 @@
 """What an architecture of GGUF files is: the configuration that its keys say, and transformers' names of its tensors.
 
 An architecture's file has both. What llama.cpp's converter changes in a tensor is undone in one of two ways. Where rows
-lie in another order or one was added, the tensor stays as it lies (`heads` and `plus_one` of `TensorLayout`), for
-executors that compute with blocks. Everything else is `Made` of numbers, which torch alone reads.
+or columns lie in another order or one was added, blocks stay as they are for executors that compute with them: see
+`MovedBlocks`, and `heads` and `plus_one` of `TensorLayout`. Everything else is `Made` of numbers.
 
 Sources: convert_hf_to_gguf.py and conversion/, gguf-py/gguf/tensor_mapping.py and src/models/ of llama.cpp.
 """
@@ -44,10 +44,33 @@ IN_LAYER: Mapping[str, str] = MappingProxyType({**ATTENTION, **GATED, "ffn_norm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A tensor made of the numbers of `parts`, tensors of the file in the same layer; `make` has them in that order."""
+    """A tensor made of the numbers of `parts`, tensors of the file in the same layer.
+
+    make: is given them in that order, and raises ValueError for shapes that do not fit each other.
+    """
 
     parts: tuple[str, ...]
     make: Callable[..., Numbers]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MovedBlocks:
+    """Matrices below each other. rows, columns: of each its place in the file; None: as there."""
+
+    parts: tuple[str, ...]
+    rows: NDArray[np.int64] | None = None
+    columns: NDArray[np.int64] | None = None
+
+    def make(self, *parts: Numbers) -> Numbers:
+        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = found if self.rows is None else found[_within(self.rows, found.shape[0])]
+        return found if self.columns is None else found[:, _within(self.columns, found.shape[1])]
+
+
+def _within(order: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    if len(order) != size:
+        raise ValueError(f"an order of {len(order)} for {size} rows or columns")
+    return order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +85,7 @@ class TensorLayout:
 
     names: Mapping[str, str] = field(default_factory=lambda: IN_LAYER)
     outside: Mapping[str, str] = field(default_factory=lambda: OUTSIDE)
-    made: Mapping[str, tuple[Made, ...]] = field(default_factory=dict)
+    made: Mapping[str, tuple[Made | MovedBlocks, ...]] = field(default_factory=dict)
     experts: str = ""
     heads: Mapping[str, int] = field(default_factory=dict)
     plus_one: bool = False
@@ -93,8 +116,16 @@ def same(numbers: Numbers) -> Numbers:
 
 
 def log_of_decay(numbers: Numbers) -> Numbers:
-    """A_log, of −exp(A_log)."""
-    return np.log(-numbers)
+    """A_log, of −exp(A_log). Raises ValueError for others than negative numbers."""
+    if not (numbers < 0).all():
+        raise ValueError("a decay that is not negative")
+    found: Numbers = np.log(-numbers)
+    return found
+
+
+def of_one_input(taps: Numbers) -> Numbers:
+    """Of a convolution of each channel for itself: [channels, 1, taps]."""
+    return taps.reshape(len(taps), 1, -1)
 
 
 def joined(*parts: Numbers) -> Numbers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_engine.models.gguf_architectures.architecture import (
     ATTENTION,
@@ -17,11 +18,12 @@ from inference_engine.models.gguf_architectures.architecture import (
     Architecture,
     Config,
     Made,
+    MovedBlocks,
     Numbers,
     TensorLayout,
     changed,
-    fused_experts,
     log_of_decay,
+    of_one_input,
     same,
 )
 from inference_engine.models.gguf_architectures.header_keys import FULL, LINEAR, Keys
@@ -79,23 +81,17 @@ def _qwen3_next(keys: Keys) -> dict[str, Any]:
     return {**_mixture(keys), "model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]}
 
 
-def _layout(config: Config, mixer: dict[str, tuple[Made, ...]], names: dict[str, str]) -> TensorLayout:
+def _layout(config: Config, mixer: dict[str, tuple[Made | MovedBlocks, ...]], names: dict[str, str]) -> TensorLayout:
     has_experts = "num_experts" in config
     ffn = {**SHARED_BY_GATE, "ffn_gate_inp": "mlp.gate"} if has_experts else GATED
     return TensorLayout(
-        names={
-            **ATTENTION,
-            **ffn,
-            **names,
-            "post_attention_norm": "post_attention_layernorm",
-            "ssm_conv1d": f"{_MIXER}conv1d",
-        },
+        names={**ATTENTION, **ffn, **names, "post_attention_norm": "post_attention_layernorm"},
         made={
             # Of the norms this one alone is stored as it is.
             f"{_MIXER}norm.weight": changed(same, "ssm_norm.weight"),
-            **mixer,
-            **(fused_experts("mlp.experts") if has_experts else {}),
+            **{f"{_MIXER}{name}": made for name, made in mixer.items()},
         },
+        experts="mlp.experts" if has_experts else "",
         plus_one=True,
     )
 
@@ -104,55 +100,53 @@ def _layout35(config: Config) -> TensorLayout:
     key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     dim, keys = config["linear_value_head_dim"], 2 * key_heads * config["linear_key_head_dim"]
 
-    def together(numbers: Numbers, axis: int = 0, size: int = dim) -> Numbers:
-        """Value heads of `size` numbers along an axis, in transformers' order."""
+    def together(size: int, first: int = 0) -> NDArray[np.int64]:
+        """Where values of `size` numbers lie, head for head in transformers' order, behind `first` that stay."""
         order = np.arange(value_heads * size).reshape(-1, key_heads, size).swapaxes(0, 1).reshape(-1)
-        return numbers.take(order, axis)
+        return np.concatenate((np.arange(first), first + order))
 
-    def by_head(numbers: Numbers) -> Numbers:
-        return together(numbers, size=1)
+    by_head, values, behind_keys = together(1), together(dim), together(dim, keys)
 
-    def behind_keys(numbers: Numbers) -> Numbers:
-        """Queries and keys come first, as they are."""
-        return np.concatenate((numbers[:keys], together(numbers[keys:])))
-
-    def columns(numbers: Numbers) -> Numbers:
-        return together(numbers, axis=1)
+    def taps(numbers: Numbers) -> Numbers:
+        return of_one_input(numbers)[behind_keys]
 
     def decay(numbers: Numbers) -> Numbers:
-        return by_head(log_of_decay(numbers))
+        return log_of_decay(numbers)[by_head]
 
-    mixer = {
-        "in_proj_qkv.weight": changed(behind_keys, "attn_qkv.weight"),
-        "in_proj_z.weight": changed(together, "attn_gate.weight"),
-        "in_proj_b.weight": changed(by_head, "ssm_beta.weight"),
-        "in_proj_a.weight": changed(by_head, "ssm_alpha.weight"),
-        "out_proj.weight": changed(columns, "ssm_out.weight"),
-        "conv1d.weight": changed(behind_keys, "ssm_conv1d.weight"),
-        "dt_bias": changed(by_head, "ssm_dt.bias"),
+    def bias(numbers: Numbers) -> Numbers:
+        return numbers[by_head]
+
+    columns = None if key_heads == value_heads else values
+    mixer: dict[str, tuple[Made | MovedBlocks, ...]] = {
+        "in_proj_qkv.weight": (MovedBlocks(parts=("attn_qkv.weight",), rows=behind_keys),),
+        "in_proj_z.weight": (MovedBlocks(parts=("attn_gate.weight",), rows=values),),
+        "in_proj_b.weight": (MovedBlocks(parts=("ssm_beta.weight",), rows=by_head),),
+        "in_proj_a.weight": (MovedBlocks(parts=("ssm_alpha.weight",), rows=by_head),),
+        "out_proj.weight": (MovedBlocks(parts=("ssm_out.weight",), columns=columns),),
+        "conv1d.weight": changed(taps, "ssm_conv1d.weight"),
+        "dt_bias": changed(bias, "ssm_dt.bias"),
         "A_log": changed(decay, "ssm_a"),
     }
-    return _layout(config, {f"{_MIXER}{name}": made for name, made in mixer.items()}, {})
+    return _layout(config, mixer, {})
 
 
 def _layout_next(config: Config) -> TensorLayout:
     heads, size = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
-
-    def by_key_head(mixed: Numbers, gates: Numbers) -> Numbers:
-        """Of each key head: query, key, its values, their gates."""
-        width = heads * size
-        parts = (mixed[:width], mixed[width : 2 * width], mixed[2 * width :], gates)
-        rows = [part.reshape(heads, -1, part.shape[-1]) for part in parts]
-        assert [row.shape[1] for row in rows] == [size, size, values, values]
-        return np.concatenate(rows, axis=1).reshape(-1, mixed.shape[-1])
-
-    mixer = {
-        f"{_MIXER}in_proj_qkvz.weight": (
-            Made(parts=("attn_qkv.weight", "attn_gate.weight"), make=by_key_head),
-            Made(parts=("ssm_in.weight",), make=same),
+    # Of each key head: query, key, its values, their gates.
+    starts = np.cumsum([0, heads * size, heads * size, heads * values])
+    pieces = [
+        start + np.arange(heads * count).reshape(heads, count)
+        for start, count in zip(starts, (size, size, values, values), strict=True)
+    ]
+    by_key_head = np.concatenate(pieces, axis=1).reshape(-1)
+    mixer: dict[str, tuple[Made | MovedBlocks, ...]] = {
+        "in_proj_qkvz.weight": (
+            MovedBlocks(parts=("attn_qkv.weight", "attn_gate.weight"), rows=by_key_head),
+            MovedBlocks(parts=("ssm_in.weight",)),
         ),
-        f"{_MIXER}A_log": changed(log_of_decay, "ssm_a"),
+        "conv1d.weight": changed(of_one_input, "ssm_conv1d.weight"),
+        "A_log": changed(log_of_decay, "ssm_a"),
     }
     names = {
         "ssm_ba": f"{_MIXER}in_proj_ba",
