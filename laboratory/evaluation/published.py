@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from inference_engine.errors import InvalidArgument, ModelError
+from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kv.geometry import IMMOVABLE
 from inference_engine.models.seam import Seam
 from laboratory.evaluation.divergence import Floats
@@ -214,7 +215,10 @@ class _Sessions:
         scaling: float,
         softcap: float | None,
         head_sinks: Tensor | None,
+        own: OwnQueries | None,
     ) -> Tensor:
+        if own is not None:
+            raise ModelError("methods of papers are not here for models with latent attention")
         if softcap is not None or head_sinks is not None:
             raise ModelError("methods of papers are not here for models with soft-capping or head sinks")
         if keys is None or values is None:
