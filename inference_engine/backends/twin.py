@@ -80,6 +80,9 @@ _SMALL: dict[str, int] = {
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 12,
     "v_head_dim": 20,
+    "index_topk": 12,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
 }
 _MOST_NUMBERS = 300_000_000  # parameters of a twin; more means that a family has a size under an unknown name
 # Of state space models: heads, the size of each and of its state, groups of heads, and all heads together.

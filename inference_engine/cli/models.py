@@ -213,7 +213,8 @@ def _kept(text: Any, layer: Any, kind: str) -> tuple[int, str]:
     """How many numbers a layer keeps of a token, and of which heads. layer: its configuration; kind: its type."""
     heads = layer.num_attention_heads
     if rank := getattr(layer, "kv_lora_rank", None):
-        width = rank + layer.qk_rope_head_dim
+        index = layer.index_head_dim if kind == "indexed_attention" else 0
+        width = rank + layer.qk_rope_head_dim + index
         return width, f"1 for K and V in one, of {width} values"
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads
     head_dim = getattr(layer, "head_dim", None) or layer.hidden_size // heads

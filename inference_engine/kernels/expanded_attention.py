@@ -37,6 +37,10 @@ class WholeEntries:
 class OwnQueries(Protocol):
     """A step's queries in a layer whose entries stand for keys and values of all heads (latent attention)."""
 
+    @property
+    def chooses(self) -> bool:
+        """Does the model choose what each reads? Then `expanded` alone gives that."""
+
     def absorbed(self, some: slice) -> Tensor:
         """[T, Hq, D] for entries as they are stored. some: of the step's tokens."""
 

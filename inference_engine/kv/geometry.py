@@ -101,6 +101,7 @@ class LayerGeometry:
     stored once, for both (`EntryShape`).
     native_window: entries that a query sees by the model's design, its own included; None means all.
     rotary: which of the model's rotation tables turns the layer's keys, or UNROTATED or IMMOVABLE.
+    is_indexed: does the model choose which entries each of its queries reads?
     """
 
     query_heads: int
@@ -110,6 +111,7 @@ class LayerGeometry:
     shared_dim: int = 0
     native_window: int | None = None
     rotary: str = ONE_ROTARY
+    is_indexed: bool = False
     entry: EntryShape = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

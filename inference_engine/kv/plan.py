@@ -239,7 +239,9 @@ class StepPlan:
     ) -> Tensor:
         """[T, Hq, D]. Which sums tokens get follows from how many their session has in the step, and from what these
         read; padded, they always get the same."""
-        entries = view.whole(layer, buffer) if self._geometry.token_quantum == 1 else None
+        is_whole = own.chooses or self._geometry.token_quantum == 1
+        entries = view.whole(layer, buffer) if is_whole else None
+        assert entries is not None or not own.chooses, "a strategy that hides entries from an indexer has to be refused"
         is_plain = scoring.softcap is None and scoring.head_sinks is None
         out = own.expanded(some, entries, scaling=scoring.scaling) if entries is not None and is_plain else None
         return own.output(view.read(layer, own.absorbed(some), buffer, scoring)) if out is None else out

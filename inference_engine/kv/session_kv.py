@@ -299,6 +299,8 @@ class SessionKV:
         geometry, until = self.context.geometry, min(at, self.length)
         if self.states is not None and not self.states.holds(until):
             until = self.base if self.base <= until else 0
+        if any(layer.is_indexed for layer in geometry.layers):
+            return ()  # an indexer scores all entries of a layer at once
         if not until or not self._plan.keeps_every_entry or geometry.token_quantum > 1 or geometry.key_quantum > 1:
             return ()
         borrowed = tuple(prefix.until(until) for prefix in self._prefixes)

@@ -289,6 +289,15 @@ def check_strategy(strategy: KVStrategy, geometry: Geometry) -> None:
     if not fixed and not uneven:
         return
     plan = strategy.placement(geometry, strategy.length_limit(geometry))
+    indexed = [index for index, layer in enumerate(geometry.layers) if layer.is_indexed]
+    if indexed and (plan.archived or not plan.keeps_every_entry):
+        raise InvalidArgument(
+            "strategy",
+            f"{strategy} keeps or reads less than every entry as it is. In {len(indexed)} of {len(geometry.layers)} "
+            f"layers (layer {indexed[0]} is the first) this model chooses among all of them, by an indexer of its own, "
+            "what a token reads. full without a codec can be used",
+            layer=indexed[0],
+        )
     special = {layer for layers, layout in plan.resident if layout.mechanisms for layer in layers.layers}
     archived = {layer for layers, _ in plan.archived for layer in layers.layers}
     special |= {layer for layer in archived if not plan.restorer.takes(geometry.layers[layer].entry)}

@@ -46,7 +46,7 @@ class KeyedValues:
     def stored(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.query(query), self.key(key, value), self.value(value)
 
-    def own(self, query: Tensor) -> None:
+    def own(self, query: Tensor, chooser: object) -> None:
         return None
 
     def query(self, query: Tensor) -> Tensor:

@@ -29,9 +29,28 @@ from inference_engine.kernels.expanded_attention import OwnQueries, WholeEntries
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 _EXPANDED = "kv_b_proj"
-_CACHE = "past_key_values"
+INDEXED = "indexed_attention"  # the type of layers with an indexer
+_CACHE, _MASK = "past_key_values", "attention_mask"
 _OF_ATTENTION = ("num_heads", "qk_nope_head_dim", "v_head_dim")
+_INDEX_SIZES = ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank")
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class Chooser(Protocol):
+    """Of a step's tokens: `models/indexer.py`."""
+
+    def own(self, latent: LatentQueries, index_dim: int) -> OwnQueries:
+        """These queries, reading what it chooses by the last `index_dim` numbers of entries; 0: as it has chosen."""
+
+
+class NoMask:
+    """In the place of a mask, of which layers with an indexer ask a part."""
+
+    def __getitem__(self, _part: object) -> None:
+        return None
+
+
+NO_MASK = NoMask()
 
 
 class EntryForm(Protocol):
@@ -40,8 +59,11 @@ class EntryForm(Protocol):
     def stored(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[1, H, N, D] each, of the layer -> the same of its entries."""
 
-    def own(self, query: Tensor) -> OwnQueries | None:
-        """Of `stored` queries, how they read entries, if not as keys and values. Then `output` is what it gives."""
+    def own(self, query: Tensor, chooser: Chooser | None) -> OwnQueries | None:
+        """Of `stored` queries, how they read entries, if not as keys and values. Then `output` is what it gives.
+
+        chooser: what chooses entries for them, by the model's design.
+        """
 
     def output(self, out: Tensor) -> Tensor:
         """[1, N, Hq, Dv] of entries -> of the layer."""
@@ -90,6 +112,7 @@ class LatentEntries(threading.local):
         self._attention = attention
         self._halves: HeadHalves = getattr(attention, _EXPANDED)
         self._pair: tuple[Tensor, Tensor] | None = None
+        self.index_keys: Tensor | None = None  # [1, 1, N, D] of the step, where the layer has an indexer
 
     def update(self, compressed: Tensor, rotated: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """In the place of a cache: keep the step's pair, [1, 1, N, rank] and [1, 1, N, rope]. Returns one token of it,
@@ -104,10 +127,15 @@ class LatentEntries(threading.local):
                 f"{type(self._attention).__name__} does not give its compressed vectors to a cache before it expands "
                 "them; this kind of latent attention cannot be served"
             )
-        return query, torch.cat(pair, dim=-1), pair[0]
+        keys = pair if self.index_keys is None else (*pair, self.index_keys)
+        return query, torch.cat(keys, dim=-1), pair[0]
 
-    def own(self, query: Tensor) -> LatentQueries:
-        return LatentQueries(query[0], self._halves)
+    def own(self, query: Tensor, chooser: Chooser | None) -> OwnQueries:
+        latent, index_keys = LatentQueries(query[0], self._halves), self.index_keys
+        self.index_keys = None
+        if chooser is None:
+            return latent
+        return chooser.own(latent, 0 if index_keys is None else index_keys.shape[-1])
 
     def output(self, out: Tensor) -> Tensor:
         return out
@@ -120,6 +148,10 @@ class LatentQueries:
     queries: Tensor
     halves: HeadHalves
 
+    @property
+    def chooses(self) -> bool:
+        return False
+
     def absorbed(self, some: slice) -> Tensor:
         own, turned = self.queries[:, some].tensor_split([self.halves.key], dim=-1)
         return torch.cat((self.halves.of_queries(own), turned), dim=-1).transpose(0, 1)
@@ -127,10 +159,12 @@ class LatentQueries:
     def output(self, out: Tensor) -> Tensor:
         return self.halves.of_outputs(out.transpose(0, 1)).transpose(0, 1)
 
+    def is_cheaper_expanded(self, queries: int, entries: int) -> bool:
+        return is_cheaper(queries, entries, rank=self.halves.rank, own=self.halves.key, value=self.halves.value)
+
     def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
         queries, halves = self.queries[:, some].transpose(0, 1), self.halves
-        sizes = {"rank": halves.rank, "own": halves.key, "value": halves.value}
-        if not is_cheaper(len(queries), entries.keys.shape[1], **sizes):
+        if not self.is_cheaper_expanded(len(queries), entries.keys.shape[1]):
             return None
         compressed, rotated = entries.keys[0].tensor_split([halves.rank], dim=-1)
         return attend_expanded(queries, compressed, rotated, halves.by_head, entries.mask, scaling=scaling)
@@ -149,9 +183,10 @@ def entry_form(attention: nn.Module) -> EntryForm | None:
     if not isinstance(getattr(attention, _EXPANDED, None), HeadHalves):
         return None
     entries = LatentEntries(attention)
+    masked = {} if getattr(attention, "indexer", None) is None else {_MASK: NO_MASK}
 
     def in_place_of_cache(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return given, {**named, _CACHE: entries}
+        return given, {**named, **masked, _CACHE: entries}
 
     attention.register_forward_pre_hook(in_place_of_cache, with_kwargs=True)
     return entries
@@ -186,20 +221,27 @@ def _weight(projection: nn.Module) -> Tensor | None:
 def check_latent(config: Any) -> None:
     """Raise ModelError for sizes that cannot be. config: transformers', of a text model with latent attention."""
     name = config.model_type
-    if getattr(config, "index_topk", None):
-        raise ModelError(
-            f"{name!r} chooses the tokens that attention reads by an indexer of its own (index_topk "
-            f"{config.index_topk}); latent attention without one, as in deepseek_v3, can be served"
-        )
     sizes: dict[str, Any] = {size: getattr(config, size, None) for size in _SIZES}
     if getattr(config, "q_lora_rank", None) is not None:
         sizes["q_lora_rank"] = config.q_lora_rank
+    if getattr(config, "index_topk", None) is not None:
+        if INDEXED not in (getattr(config, "layer_types", None) or ()):
+            raise ModelError(
+                f"{name!r} chooses the tokens that attention reads (index_topk {config.index_topk}), and no layer of "
+                "it has an indexer; those of deepseek_v32 and glm_moe_dsa have"
+            )
+        sizes |= {size: getattr(config, size, None) for size in _INDEX_SIZES}
     for size, given in sizes.items():
         if not isinstance(given, int) or given < 1:
             raise ModelError(f"{name!r}: {size} is {given}; latent attention needs at least 1")
     if (kv_heads := getattr(config, "num_key_value_heads", None)) not in (None, heads := config.num_attention_heads):
         raise ModelError(
             f"{name!r}: num_key_value_heads is {kv_heads}; in latent attention it is num_attention_heads, {heads}"
+        )
+    if sizes.get("index_head_dim", config.qk_rope_head_dim) < config.qk_rope_head_dim:
+        raise ModelError(
+            f"{name!r}: index_head_dim is {config.index_head_dim}, of which qk_rope_head_dim, "
+            f"{config.qk_rope_head_dim}, are rotated"
         )
     if sizes["qk_rope_head_dim"] % 2:
         raise ModelError(f"{name!r}: qk_rope_head_dim is {config.qk_rope_head_dim}; numbers are rotated in pairs")

@@ -60,7 +60,7 @@ def _attend(
     value: Tensor,
     *_positional: Any,
     sliding_window: int | None = None,
-    **_others: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value [1, H, N, D]; returns each token's own value, ([1, N, Hq, D], None)."""
     layer: Any = module.layer_idx
@@ -68,7 +68,7 @@ def _attend(
     form, given = form_of(module), key
     if form is not None:
         query, key, value = form.stored(query, key, value)
-    many = None if form is None else form.own(query)
+    many = None if form is None else form.own(query, others.get("indices"))
     if many is not None:
         query = many.absorbed(slice(None)).transpose(0, 1)[None]
     seen.note(layer, query, key, sliding_window, given)
@@ -140,7 +140,11 @@ def _rotary(seam: Seam, declared: str, shifts: Tensor, queries: Tensor, keys: Te
     pairs = [states.float().chunk(2, dim=1) for states in (queries, keys)]
     if all(_near(before, after) for before, after in pairs):
         return UNROTATED
-    if seam.can_rotate and all(_near(seam.rotate(before, shifts, declared), after) for before, after in pairs):
+    if (
+        seam.can_rotate
+        and declared != IMMOVABLE
+        and all(_near(seam.rotate(before, shifts, declared), after) for before, after in pairs)
+    ):
         return declared
     return IMMOVABLE
 

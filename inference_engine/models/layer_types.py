@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 
 from inference_engine.errors import ModelError
 from inference_engine.kv.geometry import ONE_ROTARY
-from inference_engine.models.latent_attention import check_latent
+from inference_engine.models.latent_attention import INDEXED, check_latent
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
-_ATTENTION_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_TYPES = {"full_attention", "sliding_attention", INDEXED}
 _STATE_TYPES = {"linear_attention", "conv"}
 _BOTH_TYPES = {"hybrid"}  # attention and a recurrent state side by side
 _PLAIN_TYPES = {"mlp", "moe"}  # feed-forward blocks that count as layers
@@ -44,10 +44,12 @@ def check_config(config: PretrainedConfig) -> None:
         check_latent(config)
     _check_experts(config)
     types = layer_types(config)
-    if unknown := set(types) - _LAYER_TYPES:
+    # Of indexers those are known that latent attention has.
+    known = _LAYER_TYPES if getattr(config, "kv_lora_rank", None) is not None else _LAYER_TYPES - {INDEXED}
+    if unknown := set(types) - known:
         raise ModelError(
             f"{name!r}: layers of type {', '.join(sorted(map(str, unknown)))} cannot be served yet; "
-            f"{', '.join(sorted(_LAYER_TYPES))} can"
+            f"{', '.join(sorted(known))} can"
         )
     if len(types) != config.num_hidden_layers:
         raise ModelError(f"{name!r}: layer_types names {len(types)} layers, the model has {config.num_hidden_layers}")

@@ -44,9 +44,13 @@ from inference_engine.kv.geometry import (
     ReadsLayer,
     StoredLayers,
 )
+from inference_engine.models.indexer import index_dim, take_indexers
 from inference_engine.models.keyed_values import KeyedValues, keyed_layers
 from inference_engine.models.latent_attention import (
+    NO_MASK,
+    Chooser,
     EntryForm,
+    NoMask,
     absorb_projections,
     entry_form,
     is_latent,
@@ -123,17 +127,18 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | NoMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Chooser | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """query, key, value [1, H, N, D], query and key rotated; returns ([1, N, Hq, D], None)."""
-    if attention_mask is not None or dropout:
+    if (attention_mask is not None and attention_mask is not NO_MASK) or dropout:
         raise ModelError(f"{type(module).__name__} passes an attention mask or dropout; neither can be honoured")
     for name, given in others.items():  # without a call: it is looked at in every layer of every step
         if given is not None and given is not False and name not in WITHOUT_EFFECT:
@@ -142,6 +147,8 @@ def _attend(
     layer, geometry, plan = place.number, place.geometry, place.now.plan
     assert plan is not None, "a forward runs within Seam.attending"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if indices is not None and not geometry.is_indexed:
+        raise unhonoured(module, "indices", indices, "attention")
     if place.form is not None:
         query, key, value = place.form.stored(query, key, value)
     heads, kv_heads = query.shape[1], key.shape[1]
@@ -167,7 +174,7 @@ def _attend(
         scaling=scaling,
         softcap=softcap,
         head_sinks=s_aux,
-        own=None if place.form is None else place.form.own(query),
+        own=None if place.form is None else place.form.own(query, indices),
     )
     return out if place.form is None else place.form.output(out), None
 
@@ -282,6 +289,7 @@ class Seam:
         self._now = _Now()
         attentions = _attention_modules(model, kinds)
         absorb_projections(model)
+        take_indexers(model)
         self._blocks = _blocks(model, kinds, attentions)
         mixers = take_mixers(model, config, [number for number, kind in enumerate(kinds) if has_state(kind)], self._now)
         # Logits that join the softmax of a head, one for each (gpt-oss).
@@ -547,11 +555,12 @@ def _kept(
         return LayerGeometry(
             query_heads=heads,
             kv_heads=1,
-            head_dim=rank + config.qk_rope_head_dim,
+            head_dim=rank + config.qk_rope_head_dim + (index := index_dim(attention)),
             value_dim=rank,
             shared_dim=rank,
             native_window=window,
-            rotary=rotary,
+            rotary=IMMOVABLE if index else rotary,  # both parts would have to be moved, each in its way
+            is_indexed=getattr(config, "index_topk", None) is not None,
         )
     return LayerGeometry(
         query_heads=heads,

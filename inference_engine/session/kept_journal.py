@@ -120,10 +120,6 @@ class KeptJournal:
         """See `Journal`."""
 
     @abstractmethod
-    def _commit(self, changes: Sequence[Change]) -> None:
-        """The writer's: all of them, made safe, or none. Raises what the database raises."""
-
-    @abstractmethod
     def _transact(self, changes: Sequence[Change]) -> None:
         """Apply changes, all or none, and make them safe. On the writer's thread; takes `_db_lock`."""
 
@@ -338,6 +334,9 @@ class KeptJournal:
             self._close()
 
     # -- the writer's thread ----------------------------------------------------------------------------------------
+
+    def _commit(self, changes: Sequence[Change]) -> None:
+        self._transact(changes)
 
     def _remove_copy(self, file: str) -> None:
         try:

@@ -90,14 +90,18 @@ LONG_ROPE = {
     "long_factor": [1.5 + 0.2 * pair for pair in range(ROTATED // 2)],
     "original_max_position_embeddings": TRAINED_POSITIONS // 2,
 }
+# Of the tokens before it, one reads 20.
+INDEXED: dict[str, Any] = {"index_topk": 20, "index_n_heads": 16, "index_head_dim": 12}
 KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"rope_parameters": YARN},
     # Rotated as complex numbers; queries without a rank, as in the Lite model.
     "deepseek_v2": {"q_lora_rank": None, "topk_method": "greedy", "n_shared_experts": 2},
     "glm4_moe_lite": {"n_group": 1, "rope_interleave": True},
     "minicpm3": {},
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full"]},
 }
-FIRST = ("deepseek_v3", "deepseek_v2")
+FIRST = ("deepseek_v3", "deepseek_v2", "deepseek_v32")
 each_kind = pytest.mark.parametrize("kind", [kind if kind in FIRST else further(kind) for kind in KINDS])
 
 
@@ -128,7 +132,7 @@ def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transfor
     continues_as_transformers(own, forward, drafts=drafts)
 
 
-@pytest.mark.parametrize("kind", [*FIRST, further("glm4_moe_lite"), "minicpm3"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v2", further("glm4_moe_lite"), "minicpm3"])
 def test_a_model_is_admitted_with_every_strategy_that_reads_entries_as_they_are(kind: str) -> None:
     config = config_of(kind)
     if kind == "minicpm3":  # as it is published: a table for short sessions, too, by which a moved sink is turned
@@ -260,12 +264,6 @@ def test_batch_invariance_is_refused_where_experts_run_on_torchs_modules(served:
     """The product of an expert is over as many tokens as the step has for it."""
     with pytest.raises(BackendError, match=r"mixture of experts.*start with determinism=off"):
         Engine(in_mode(served["deepseek_v3"][1], Mode.FIXED_SHAPE), EngineConfig(**SMALL))
-
-
-@pytest.mark.parametrize("kind", ["deepseek_v32", further("glm_moe_dsa")])
-def test_a_model_with_an_indexer_is_refused_by_name(kind: str) -> None:
-    with pytest.raises(ModelError, match="chooses the tokens that attention reads by an indexer"):
-        admit_config(CONFIG_MAPPING[kind]())
 
 
 def test_a_long_prompt_is_expanded_and_single_tokens_are_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

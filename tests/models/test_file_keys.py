@@ -288,7 +288,10 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "qk_rope_head_dim": ("deepseek_v3", {}, 4),
     "v_head_dim": ("deepseek_v3", {}, 8),
     "rope_interleave": ("deepseek_v3", {}, False),
-    "index_topk": ("deepseek_v3", {}, 2048),
+    "index_topk": ("deepseek_v32", {}, 2),
+    "index_n_heads": ("deepseek_v32", {}, 4),
+    "index_head_dim": ("deepseek_v32", {}, 24),
+    "indexer_types": ("glm_moe_dsa", {}, ["full", "full"]),
     "shared_expert_intermediate_size": ("qwen2_moe", {}, 8),
     "qkv_bias": ("qwen2_moe", {}, False),
     "no_rope_layers": ("smollm3", {}, [1, 1]),
@@ -296,26 +299,29 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
 }
 
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
+_INDEX = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 # Families of which there are no GGUF files here.
 OTHERS = {
     "smollm3": configured("SmolLM3", no_rope_layers=[0, 1]),
     "glm4_moe": configured(
         "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16
     ),
-    "deepseek_v3": configured(
-        "DeepseekV3",
-        num_key_value_heads=4,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        moe_intermediate_size=16,
-    ),
+    "deepseek_v3": configured("DeepseekV3", **_LATENT),
+    "deepseek_v32": configured("DeepseekV32", **_LATENT, **_INDEX),
+    "glm_moe_dsa": configured("GlmMoeDsa", **_LATENT, **_INDEX, indexer_types=["full", "shared"]),
     "qwen3_next": configured(
         "Qwen3Next",
         linear_num_key_heads=2,
