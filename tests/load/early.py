@@ -48,7 +48,7 @@ class Early(KeptJournal):
 
     def _commit(self, changes: Any) -> None:
         time.sleep(0.02)
-        super()._commit(changes)
+        super()._commit(changes)  # type: ignore[misc]  # of the journal beside it
 
     @staticmethod
     def _all_sent(saved: Any) -> Any:
