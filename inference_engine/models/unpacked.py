@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint
+from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.families.list_writer import HEAD
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
         is_tied = bool(config.tie_word_embeddings)
         if is_tied:
             wanted.pop(HEAD, None)
-        _check_names(checkpoint, {*wanted, HEAD} if is_tied else set(wanted))
+        names = {text_name(name) for name in wanted}
+        _check_names(checkpoint, {*names, HEAD} if is_tied else names)
         checkpoint.warn_of_unpacking("torch", str(dtype).removeprefix("torch."), dtype.itemsize)
         narrow = _narrow(made)
         numbers = {}
         for name, shape in wanted.items():
-            found = _parameter(checkpoint, name, shape)
+            found = _parameter(checkpoint, text_name(name), shape)
             numbers[name] = found.to(dtype) if name in narrow else found
         model: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention

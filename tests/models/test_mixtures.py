@@ -51,6 +51,10 @@ def wide_blocks(name: str) -> str:
         further("glm4moe", {}, "Q8_0"),
         ("qwen35moe", {}, "Q4_0"),
         further("qwen3next", {}, "Q4_0"),
+        ("granitehybrid", {}, "Q4_0"),
+        further("dense granitehybrid", {}, "Q4_0"),
+        further("lfm2", {}, "Q4_0"),
+        further("lfm2moe", {}, "Q4_0"),
         ("qwen35", WIDE, wide_blocks),
     ],
 )

@@ -9,7 +9,8 @@ from inference_engine.models.gguf_architectures.architecture import (
     Architecture,
     Config,
     TensorLayout,
-    fused_experts,
+    changed,
+    of_one_input,
 )
 from inference_engine.models.gguf_architectures.header_keys import FULL, SIGMOID, Keys
 
@@ -23,7 +24,6 @@ _NAMES = {
     "ffn_gate": "feed_forward.w1",
     "ffn_up": "feed_forward.w3",
     "ffn_down": "feed_forward.w2",
-    "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
 }
@@ -74,10 +74,11 @@ def _lfm2_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _layout(config: Config) -> TensorLayout:
+    made = {"conv.conv.weight": changed(of_one_input, "shortconv.conv.weight")}
     if config["model_type"] == "lfm2":
-        return TensorLayout(names=_NAMES, outside=_OUTSIDE)
-    names = {**_NAMES, "ffn_gate_inp": "feed_forward.gate", "exp_probs_b.bias": "feed_forward.expert_bias"}
-    return TensorLayout(names=names, outside=_OUTSIDE, made=fused_experts("feed_forward.experts"))
+        return TensorLayout(names=_NAMES, outside=_OUTSIDE, made=made)
+    names = {**_NAMES, "ffn_gate_inp": "mlp.gate", "exp_probs_b.bias": "mlp.expert_bias"}
+    return TensorLayout(names=names, outside=_OUTSIDE, made=made, experts="mlp.experts")
 
 
 ARCHITECTURES = {

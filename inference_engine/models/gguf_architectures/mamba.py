@@ -13,13 +13,13 @@ from inference_engine.models.gguf_architectures.architecture import (
     Architecture,
     Config,
     Made,
+    MovedBlocks,
+    Numbers,
     TensorLayout,
     changed,
-    fused_experts,
     in_pairs,
-    joined,
     log_of_decay,
-    same,
+    of_one_input,
 )
 from inference_engine.models.gguf_architectures.header_keys import Keys
 
@@ -27,11 +27,24 @@ _MIXER = "mamba."
 _NAMES = {
     "ssm_in": f"{_MIXER}in_proj",
     "ssm_out": f"{_MIXER}out_proj",
-    "ssm_conv1d": f"{_MIXER}conv1d",
+    "ssm_conv1d.bias": f"{_MIXER}conv1d.bias",
     "ssm_dt.bias": f"{_MIXER}dt_bias",
-    "ssm_d": f"{_MIXER}D",
 }
-_DECAY = {f"{_MIXER}A_log": changed(log_of_decay, "ssm_a")}
+
+
+def _flat(numbers: Numbers) -> Numbers:
+    return numbers.reshape(-1)
+
+
+def _decay(numbers: Numbers) -> Numbers:
+    return log_of_decay(numbers).reshape(-1)
+
+
+_VECTORS = {
+    f"{_MIXER}A_log": changed(_decay, "ssm_a"),
+    f"{_MIXER}D": changed(_flat, "ssm_d"),
+    f"{_MIXER}conv1d.weight": changed(of_one_input, "ssm_conv1d.weight"),
+}
 
 
 def _mixer(keys: Keys) -> dict[str, Any]:
@@ -87,23 +100,22 @@ def _granite(keys: Keys) -> dict[str, Any]:
 
 def _granite_layout(config: Config) -> TensorLayout:
     names = {name: own for name, own in IN_LAYER.items() if not name.startswith("ffn_") or name == "ffn_norm"}
-    shared, experts = "shared_mlp.", "block_sparse_moe."
+    shared = "shared_mlp."
     end = "_shexp" if config["num_local_experts"] else ""
-    made = {
-        **_DECAY,
-        f"{_MIXER}norm.weight": changed(same, "ssm_norm.weight"),
-        f"{shared}input_linear.weight": (Made(parts=(f"ffn_gate{end}.weight", f"ffn_up{end}.weight"), make=joined),),
+    made: dict[str, tuple[Made | MovedBlocks, ...]] = {
+        **_VECTORS,
+        f"{_MIXER}norm.weight": changed(_flat, "ssm_norm.weight"),
+        f"{shared}input_linear.weight": (MovedBlocks(parts=(f"ffn_gate{end}.weight", f"ffn_up{end}.weight")),),
     }
-    if config["num_local_experts"]:
-        made |= fused_experts(f"{experts}experts")
     return TensorLayout(
         names={
             **names,
             **_NAMES,
             f"ffn_down{end}": f"{shared}output_linear",
-            "ffn_gate_inp": f"{experts}router",
+            "ffn_gate_inp": "mlp.gate",
         },
         made=made,
+        experts="mlp.experts",
         heads=in_pairs(config),
     )
 
@@ -136,7 +148,7 @@ def _falcon_h1_layout(_config: Config) -> TensorLayout:
     return TensorLayout(
         names={**IN_LAYER, **_NAMES, **mlp, "ffn_norm": "pre_ff_layernorm.weight"},
         outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
-        made=_DECAY,
+        made=_VECTORS,
     )
 
 
