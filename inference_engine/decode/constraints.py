@@ -403,7 +403,7 @@ class Matching:
         self._ids += token_ids
         mask = None if automaton.is_over else self._mask(automaton, len(self._ids))
         # An end that may not be drawn, and nothing else: the output is whole, and there is no more of it.
-        is_over = mask is None or (automaton.may_end and not mask.any())
+        is_over = mask is None or (not mask.any() and automaton.may_end)
         forced = () if is_over else tuple(automaton.forced())
         if automaton.broken:
             raise _BrokenError(automaton.broken)

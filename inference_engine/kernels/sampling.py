@@ -83,6 +83,7 @@ class Draws(Sequence[Draw]):
     def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, plans: dict[int, _Plan] | None = None) -> None:
         """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
         self._draws, self._ahead = draws, ahead
+        self._moved: Sequence[Draw] | None = None if ahead else draws
         self._plans = {} if plans is None else plans
         self._are_greedy: bool | None = None
         self._are_peaks: bool | None = None
@@ -98,13 +99,13 @@ class Draws(Sequence[Draw]):
     def __getitem__(self, where: slice) -> Sequence[Draw]: ...
 
     def __getitem__(self, where: int | slice) -> Draw | Sequence[Draw]:
-        if isinstance(where, slice):
-            return [self[index] for index in range(*where.indices(len(self)))]
-        draw = self._draws[where]
-        return replace(draw, position=draw.position + self._ahead) if self._ahead else draw
+        return [*self][where]
 
     def __iter__(self) -> Iterator[Draw]:
-        return map(self.__getitem__, range(len(self))) if self._ahead else iter(self._draws)
+        if self._moved is None:  # made once, where a host asks for them
+            ahead = self._ahead
+            self._moved = [replace(each, position=each.position + ahead) for each in self._draws]
+        return iter(self._moved)
 
     def following(self) -> Draws:
         """The same draws one position later."""
