@@ -68,7 +68,7 @@ def _mixer(keys: Keys) -> dict[str, Any]:
 
 def _granite(keys: Keys) -> dict[str, Any]:
     common, mixer = keys.common(hybrid=True), _mixer(keys)
-    heads = keys.of_layers("attention.head_count_kv") or []
+    heads = keys.of_layers("attention.head_count_kv") or [1] * keys.layers
     inner = mixer["mamba_n_heads"] * mixer["mamba_d_head"]
     if inner % common["hidden_size"]:
         raise keys.refusal(f"{keys.key('ssm.inner_size')} is {inner}, no multiple of {common['hidden_size']}")
