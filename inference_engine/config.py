@@ -35,6 +35,7 @@ _SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
 _BELOW_ZERO = re.compile(r"-\d+", re.ASCII)
 _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
+_LEASE_SECONDS = 5.0
 _MOST_THREADS = 1024  # with more than a system lets a process have, OpenMP ends it
 _WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
@@ -44,6 +45,8 @@ _OF_KEPT_SESSIONS = (
     "kept_tokens_per_owner",
     "session_keep_seconds",
     "copies_dir",
+    "replica",
+    "lease_seconds",
     "hibernate",
     "hibernate_after_seconds",
     "state_bytes",
@@ -148,6 +151,10 @@ class EngineConfig:
     kept_sessions_per_owner: int = 0
     kept_tokens_per_owner: int = 0
     session_keep_seconds: float = 2_592_000.0  # sessions unused for longer are deleted from it; 0: none is
+    # Of servers that share a journal in a database: the name of this one, "": the machine's. Others take over its
+    # sessions once it was not heard of for so long.
+    replica: str = ""
+    lease_seconds: float = _LEASE_SECONDS
     # With a journal in a database, where copies of K/V are; "": nowhere. One in a folder has them there.
     copies_dir: str = ""
     # Copies of idle sessions' K/V beside the journal: "always", "never", or "auto": where reading one is faster than a
@@ -188,6 +195,7 @@ class EngineConfig:
             kept_tokens_per_owner=0,
             session_keep_seconds=0,
             hibernate_after_seconds=0,
+            lease_seconds=1,
             state_bytes=0,
             state_bytes_per_owner=0,
             stall_seconds=2,  # an idle loop iterates every second
@@ -201,6 +209,7 @@ class EngineConfig:
             session_idle_ttl_seconds=_LONGEST_SECONDS,
             session_keep_seconds=_LONGEST_SECONDS,
             hibernate_after_seconds=_LONGEST_SECONDS,
+            lease_seconds=60,
         )
         if self.overlap not in ("auto", "on", "off"):
             raise ConfigError(f"overlap must be auto, on or off, got {self.overlap!r}")
@@ -232,6 +241,8 @@ class EngineConfig:
             raise ConfigError("journal must be KIND:PLACE, such as sqlite:FOLDER; state_dir takes a folder alone")
         if kind == "sqlite" and self.copies_dir:
             raise ConfigError("copies_dir: a journal in a folder has its copies of K/V there; leave copies_dir empty")
+        if kind == "sqlite" and (self.replica or self.lease_seconds != _LEASE_SECONDS):
+            raise ConfigError("replica, lease_seconds: a journal in a folder is one server's; leave them out")
         if kind == "postgres" and not self.copies_dir and self.hibernate == "always":
             raise ConfigError("hibernate=always needs a folder for copies of K/V: set copies_dir to one")
         if self.durability in ("process", "power") and not self.journal_place:

@@ -13,7 +13,8 @@
         ├── SessionNotFound ── SessionEvicted
         ├── SessionBusy, HistoryLengthMismatch, HistoryBehindClient, SessionClosed, StreamTakenOver
         ├── HistoryLimit, AppendTooLarge, NoCapacity, Overloaded, QuotaExceeded
-        ├── Draining, EngineStalled, OutOfMemory, JournalFull, JournalAway, DeadlineExceeded, Unauthenticated
+        ├── Draining, EngineStalled, OutOfMemory, JournalFull, JournalAway, SessionElsewhere, DeadlineExceeded,
+        │   Unauthenticated
         ├── InvariantViolated, NonFiniteLogits, RestorationFailed, HistoryCorrupt, ModelMismatch
         └── InternalError
 
@@ -360,6 +361,29 @@ class JournalAway(RequestError):
         super().__init__(
             f"what the server keeps sessions in cannot be reached now, and {known}",
             retry_after_seconds=1.0,
+            pending=str(is_pending).lower(),
+        )
+
+
+class SessionElsewhere(RequestError):
+    """Another server has the session, or took it over from this one, and goes on with it.
+
+    is_pending: the call was done here, and whether it counts was not known when the session was taken over; else it
+    changed nothing.
+    """
+
+    reason = "SESSION_ELSEWHERE"
+    reveals_session = False
+
+    def __init__(self, *, is_pending: bool = False) -> None:
+        known = (
+            "whether this call counts is open: repeat it with the same request_id, which does nothing twice"
+            if is_pending
+            else "nothing was changed"
+        )
+        super().__init__(
+            f"another server has the session, and lets go of it when it is asked for here; {known}. Retry soon",
+            retry_after_seconds=0.03,
             pending=str(is_pending).lower(),
         )
 

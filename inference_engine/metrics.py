@@ -30,7 +30,7 @@ from inference_engine.logs import LOST_REASONS, lost_lines
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 PREFIX_RELEASES = ("room", "budget", "idle", "replaced")
-EVICTION_REASONS = ("ttl", "lru", "close")  # `close`: by their client; the others by the server
+EVICTION_REASONS = ("ttl", "lru", "close", "handed_over")  # `close`: by their client; the others by the server
 GENERATE_OUTCOMES = (
     "max_tokens",
     "eos",
@@ -45,7 +45,7 @@ GENERATE_OUTCOMES = (
 # Why a Generate was refused: it would wait too long, the queue or its owner's part of it is full, the server drains.
 REFUSALS = ("first_token", "queue", "owner_queue", "draining")
 # `refused`: there was no place for one more session; `corrupt`: its records are damaged; `mismatch`: other settings.
-RESTORES = ("restored", "refused", "corrupt", "mismatch")
+RESTORES = ("restored", "refused", "corrupt", "mismatch", "elsewhere")
 # `given_up`: the session was used meanwhile; `slower`: prefilling is faster; `no_room`: for so many bytes.
 COPY_SAVES = ("saved", "given_up", "slower", "no_room", "failed")
 # `foreign`: of other tokens, or made under other settings. Where one is not used, its session's history is prefilled.
@@ -136,6 +136,9 @@ class EngineMetrics:
         self.journal_away = self._gauge(
             "journal_away", "1 while the journal cannot be reached: Generates pause, and new work is refused."
         )
+        self.journal_lost = self._counter(
+            "journal_lost_total", "Times that other servers took over this one's sessions, since it seemed to be gone."
+        )
         self.journal_full = self._gauge(
             "journal_full", "1 while the disk of the journal is full: Generates pause, and new work is refused."
         )
@@ -181,7 +184,8 @@ class EngineMetrics:
         )
         self.evicted = self._counter(
             "session_evicted_total",
-            "Sessions that released their memory, by cause: idle for too long, to make room, closed by the client.",
+            "Sessions that released their memory, by cause: idle for too long, to make room, closed by the client, "
+            "asked for by another server.",
             reason=EVICTION_REASONS,
         )
         self.shared_prefix_tokens = self._counter(

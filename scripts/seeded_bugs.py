@@ -46,7 +46,7 @@ JOURNAL = tuple(
 KEPT = "tests/engine/test_kept_sessions.py"
 KEPT_ON_THE_WIRE, FULL_DISK = "tests/server/test_kept_sessions.py", "tests/server/test_full_disk.py"
 AWAY = "tests/server/test_journal_away.py"
-POSTGRES = "tests/session/test_postgres_journal.py"
+POSTGRES, OWNERSHIP = "tests/session/test_postgres_journal.py", "tests/replicas/test_ownership.py"
 PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
 
@@ -275,6 +275,20 @@ BUGS = (
         "        if commits == number - 1:\n",
         "        if commits == -1:\n",
         (POSTGRES,),
+    ),
+    Bug(
+        "a server that may have been taken for dead answers as if it was not",
+        "inference_engine/session/postgres_journal.py",
+        "        return SAFE if self._lease.is_sure else self._ask_for_proof()\n",
+        "        return SAFE\n",
+        (OWNERSHIP,),
+    ),
+    Bug(
+        "a session is taken over while its server may still commit",
+        "inference_engine/session/postgres_database.py",
+        "            update replicas set epoch = epoch + 1, until = '-infinity' where name = r and epoch = e;\n",
+        "",
+        (OWNERSHIP,),
     ),
     Bug(
         "a call that is open is answered as one that changed nothing",

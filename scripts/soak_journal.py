@@ -69,6 +69,7 @@ FORMS = {
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
     "postgres": ("a server on PostgreSQL under agents of the Python SDK", 1),
+    "replicas": ("two servers on PostgreSQL, also frozen, under agents of the Python SDK", 1),
 }
 # Counts of kills that a record has beside those of kills and tokens: what they are called, and their units.
 BY_AGENTS = {
@@ -87,6 +88,7 @@ COUNTED = {
     },
     "python": BY_AGENTS | REWINDS,
     "postgres": BY_AGENTS | REWINDS,
+    "replicas": BY_AGENTS | REWINDS | {"freezes": ("freezes", "freezes")},
     "typescript": BY_AGENTS,
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
@@ -311,6 +313,10 @@ def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]
         from tests.load.piped import kill_engines
 
         return kill_engines
+    if form == "replicas":
+        from tests.replicas.replicas import kill_replicas
+
+        return kill_replicas
     from tests.load.kills import Agents, NodeAgents, kill_often
 
     return partial(kill_often, of=NodeAgents if form == "typescript" else Agents)
@@ -319,7 +325,7 @@ def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]
 def forms_here() -> list[str]:
     from tests.load.kills import has_node_agents
 
-    left_out = {"typescript": not has_node_agents(), "postgres": programs() is None}
+    left_out = {"typescript": not has_node_agents(), "postgres": programs() is None, "replicas": programs() is None}
     return [form for form in FORMS if not left_out.get(form)]
 
 
@@ -331,7 +337,7 @@ def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, 
         given["is_over"] = lambda: False
     with ExitStack() as stack:
         place: Path | str = state
-        if form == "postgres":
+        if form in ("postgres", "replicas"):
             is_synced = durability == "power"
             place = stack.enter_context(postgres_server(is_synced=is_synced)).database()
         counts, wrong, gave_up = kill(place, durability, **given)

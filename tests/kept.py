@@ -16,7 +16,7 @@ from inference_engine.session.journal import ReplyRecord, SessionEntry, SessionK
 from inference_engine.session.journal_folder import LOCK, RESERVE
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.sqlite_journal import SQLiteJournal
-from inference_engine.session.writer import Away, Change, DiskFull
+from inference_engine.session.writer import Away, Change, DiskFull, Lost
 from inference_engine.types import Durability
 from tests.load.scripted import scripted_engine
 
@@ -73,7 +73,7 @@ def opened(place: Place, durability: Durability = Durability.PROCESS, **settings
     from inference_engine.session.postgres_journal import PostgresJournal
 
     settings.pop("vfs", None)
-    given: dict[str, Any] = {"weights": WEIGHTS, "metrics": EngineMetrics()} | settings
+    given: dict[str, Any] = {"weights": WEIGHTS, "metrics": EngineMetrics(), "replica": "server"} | settings
     return PostgresJournal(place.dsn, Durability.PROCESS, **given)
 
 
@@ -130,10 +130,14 @@ class Remote(SQLiteJournal):
 
     def __init__(self, folder: Path, metrics: EngineMetrics) -> None:
         self.is_cut = self.cuts_at_commit = self.cuts_at_answer = False
+        self.is_taken = False  # other servers have the sessions: as in a database
         self._in_doubt: Sequence[Change] | None = None
         super().__init__(folder, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
 
     def _commit(self, changes: Sequence[Change]) -> None:
+        if self.is_taken:
+            self.is_taken = False
+            raise Lost
         self.is_cut |= self.cuts_at_commit
         self.cuts_at_commit = False
         if self.is_cut:
@@ -201,7 +205,7 @@ def _remote_database(place: Database, metrics: EngineMetrics) -> Any:
                 raise OperationalError("the connection ended before the answer")
             super()._made()
 
-    return RemoteDatabase(place.dsn, Durability.PROCESS, weights=WEIGHTS, metrics=metrics)
+    return RemoteDatabase(place.dsn, Durability.PROCESS, weights=WEIGHTS, metrics=metrics, replica="server")
 
 
 @contextmanager

@@ -93,6 +93,8 @@ HELP = {
         "token ids in their histories, those of each fork counted, about four bytes each on the disk; 0: no limit",
     ),
     "session_keep_seconds": ("SECONDS", "kept sessions unused for longer are deleted; 0: none is"),
+    "replica": ("NAME", "of this server among those that share a journal in a database; empty: the machine's name"),
+    "lease_seconds": ("S", "after so long without a sign of this server others take over its sessions"),
     "copies_dir": ("FOLDER", "for copies of K/V, with a journal in a database; empty: none are made"),
     "hibernate": (
         "WHEN",

@@ -158,6 +158,7 @@ class Engine:
             components=components_digest(components or {}),
             wall_clock=wall_clock,
         )
+        self._journal.serves(self._store)
         self._constraints = Constraints(forward.facts.vocab_size, read_tokens)
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
@@ -439,6 +440,8 @@ class Engine:
 
     def lists_from_memory(self, owner: str) -> bool:
         """Are all of the owner's sessions in memory? Else `list_sessions` reads the disk."""
+        if self._journal.is_shared:
+            return False
         return not self._journal.keeps or self._store.count_of(owner) == self._journal.kept_by(owner).sessions
 
     def read_history(
@@ -560,6 +563,10 @@ class Engine:
     def receipt_of_owner(self, owner: str) -> Receipt:
         """Of what was done last with any of the owner's sessions."""
         return self._journal.receipt_of_owner(owner)
+
+    def proof(self) -> Receipt:
+        """That the sessions in memory are still this server's: what a client is sent of them waits for that, too."""
+        return self._journal.proof()
 
     def when_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         """Call back, from any thread, once everything is safe that was done until now; perhaps at once.

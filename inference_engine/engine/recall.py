@@ -11,7 +11,7 @@ import numpy as np
 
 from inference_engine.engine.calls import Calls
 from inference_engine.engine.generation import Generates
-from inference_engine.errors import HistoryCorrupt, InvalidArgument, ModelMismatch, RestorationFailed
+from inference_engine.errors import HistoryCorrupt, InvalidArgument, ModelMismatch, RestorationFailed, SessionElsewhere
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
@@ -91,6 +91,8 @@ class Recall:
                 strategy = parse_strategy(kept.record.strategy)
                 self._prepare(strategy, kept.record.codec)
                 with self._store.locked():
+                    if not self._journal.has(session_id):  # since it was read
+                        raise SessionElsewhere
                     session = self._store.restore(kept, strategy, to_close=to_close)
                     self._generates.recall(session, _recalled_generates(session, kept))
                     self._calls.restore(kept.replies)
@@ -105,6 +107,9 @@ class Recall:
             raise
         except ModelMismatch:
             outcome = "mismatch"
+            raise
+        except SessionElsewhere:
+            outcome = "elsewhere"
             raise
         finally:
             self._metrics.restores.labels(outcome).inc()

@@ -29,6 +29,7 @@ from inference_engine.errors import (
     QuotaExceeded,
     RequestError,
     SessionClosed,
+    SessionElsewhere,
 )
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics
@@ -345,7 +346,8 @@ class Scheduler:
     def _end_stopped(self) -> None:
         for request in (*self._queued, *self._running):
             if request.session.is_closed:
-                self._endings.end(request, Failed(SessionClosed()))
+                closed = SessionElsewhere(is_pending=True) if request.session.is_lost else SessionClosed()
+                self._endings.end(request, Failed(closed))
             elif request.stop is not None and not request.is_waiting_for_verdict:
                 self._endings.end(request, request.ending(request.stop(), self._clock()))
 

@@ -17,7 +17,13 @@ from dataclasses import replace
 
 from inference_engine.decode.constraints import Automaton, Grammar
 from inference_engine.decode.stop_sequences import StopSequences
-from inference_engine.errors import HistoryBehindClient, InvalidArgument, SessionClosed, StreamTakenOver
+from inference_engine.errors import (
+    HistoryBehindClient,
+    InvalidArgument,
+    SessionClosed,
+    SessionElsewhere,
+    StreamTakenOver,
+)
 from inference_engine.scheduler.request import Done, Forced, Listener, Request
 from inference_engine.session.history import Stretch, TokenIds
 from inference_engine.session.journal import GenerateRecord, Logprobs
@@ -308,6 +314,8 @@ class TranscriptReader:
             saved = transcript.session.saved.tokens
             if saved < end:  # the others are not to be sent yet
                 end, ending = max(saved, self.position), None
+                if transcript.session.is_lost:  # and never will be
+                    ending = Failed(SessionElsewhere(is_pending=True))
             # A fast path: other events come once, tokens thousands of times.
             events = [] if self._is_under_way else self._preamble(end, ending)
             until = min(end, self.position + AT_ONCE)

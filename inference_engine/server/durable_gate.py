@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from inference_engine.engine import Engine
-from inference_engine.errors import JournalAway, JournalFull
+from inference_engine.errors import JournalAway, JournalFull, SessionElsewhere
 from inference_engine.server.stream import WOKEN_AT_ONCE
 from inference_engine.session.journal import Receipt
 
@@ -42,11 +43,13 @@ class DurableGate:
 
     async def confirmed(self, receipt: Receipt, *, of_error: bool = False) -> None:
         """Wait until an answer may be sent. Raises what is sent instead: JournalFull for what was refused, and so is
-        undone; JournalAway for what is safe later, or never.
+        undone; JournalAway for what is safe later, or never; SessionElsewhere for a session that others took over.
 
         of_error: of a call that changed nothing, which waits for no space either; JournalFull, too, if there is none.
         """
         while not await self.synced(receipt, unless_full=of_error, unless_away=True):
+            if receipt.is_lost:
+                raise SessionElsewhere(is_pending=not of_error)
             if receipt.is_refused:
                 raise JournalFull
             if self._engine.is_away:
@@ -65,7 +68,33 @@ class DurableGate:
 
         unless_full: do not wait for space on a full disk; False, too, if there is none. unless_away: do not wait for a
         journal that is away. most_seconds: do not wait longer for a slow one; False, too, if it is not safe by then.
+
+        What is safe waits, in a journal that several servers share, for the proof that the sessions are still this
+        one's: it may have been stopped since, for so long that others took them. Raises SessionElsewhere then.
         """
+        settled = partial(self._settled, unless_full=unless_full, unless_away=unless_away, most_seconds=most_seconds)
+        if not (is_safe := await settled(receipt)) or (proof := self._engine.proof()).is_safe:
+            return is_safe
+        is_ours = await settled(proof)
+        if proof.is_lost:
+            raise SessionElsewhere(is_pending=True)
+        return is_ours
+
+    async def proved(self) -> None:
+        """Wait for the proof that what is in memory is this server's; else it has left memory then.
+
+        Raises JournalAway.
+        """
+        while not (proof := self._engine.proof()).is_safe:
+            await self._settled(proof, unless_full=False, unless_away=True, most_seconds=None)
+            if proof.is_lost:
+                return
+            if self._engine.is_away:
+                raise JournalAway
+
+    async def _settled(
+        self, receipt: Receipt, *, unless_full: bool, unless_away: bool, most_seconds: float | None
+    ) -> bool:
         if not self._is_over(receipt, unless_full=unless_full, unless_away=unless_away):
             loop = asyncio.get_running_loop()
             waiter = _Waiter(receipt, unless_full, unless_away, loop.create_future())

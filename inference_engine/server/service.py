@@ -373,6 +373,7 @@ class RuntimeService:
             self._unanswered.discard(session_id)
         if not is_synced and self._engine.is_away:
             raise JournalAway
+        await self._gate.proved()
         try:
             return in_memory()
         except SessionNotFound:

@@ -42,6 +42,7 @@ CODES: dict[str, grpc.StatusCode] = {
     "ENGINE_STALLED": grpc.StatusCode.UNAVAILABLE,
     "JOURNAL_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "JOURNAL_AWAY": grpc.StatusCode.UNAVAILABLE,
+    "SESSION_ELSEWHERE": grpc.StatusCode.UNAVAILABLE,
     "OUT_OF_MEMORY": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "INV1": grpc.StatusCode.FAILED_PRECONDITION,
     "INV2": grpc.StatusCode.FAILED_PRECONDITION,

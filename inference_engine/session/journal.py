@@ -103,11 +103,13 @@ class CopyRecord:
 @dataclass(slots=True, eq=False)
 class Receipt:
     """Of changes that were recorded together. They become safe in the order of `number`; those that were refused, for
-    which the disk had no space, are undone. The journal changes it; any thread may read it."""
+    which the disk had no space, are undone, and those that were lost go with their session. The journal changes it; any
+    thread may read it."""
 
     number: int = 0
     is_safe: bool = False
     is_refused: bool = False
+    is_lost: bool = False  # refused, for another server has taken over the session
 
 
 SAFE = Receipt(is_safe=True)
@@ -174,6 +176,19 @@ class CopyBook(Protocol):
         """Is the disk full?"""
 
 
+class Resident(Protocol):
+    """The sessions in memory, for a journal that several servers share."""
+
+    def locked(self) -> AbstractContextManager[object]:
+        """Within, no session comes, goes or changes."""
+
+    def let_go(self, session_id: str) -> None:
+        """Another server asks for the session: it leaves memory now, or once nothing holds it. Any thread."""
+
+    def lose(self) -> None:
+        """Other servers have taken over what is kept: it leaves memory, and nothing of it is recorded. Lock held."""
+
+
 class Journal(Protocol):
     """A per-session, ordered log. Changes are recorded under the store's lock, from any thread."""
 
@@ -182,6 +197,14 @@ class Journal(Protocol):
     @property
     def book(self) -> CopyBook | None:
         """None: sessions end with the process, and so does their K/V."""
+
+    is_shared: bool  # may other servers have sessions in it at the same time?
+
+    def serves(self, sessions: Resident) -> None:
+        """These are the sessions in memory that it keeps. Called once, before anything is recorded."""
+
+    def has(self, session_id: str) -> bool:
+        """Is it open here? False, too, for one that other servers took over since it was read."""
 
     # -- changes ----------------------------------------------------------------------------------------------------
 
@@ -247,6 +270,9 @@ class Journal(Protocol):
         away.
         """
 
+    def proof(self) -> Receipt:
+        """That the sessions in memory are still this server's: safe now, or once a commit has shown it. Any thread."""
+
     def request_sync(self) -> None:
         """A step was recorded: make it safe soon."""
 
@@ -277,7 +303,8 @@ class Journal(Protocol):
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         """A session that is not in memory; None if the owner has none of this id. Waits for the disk.
 
-        Raises HistoryCorrupt if its records are damaged, JournalAway while they are out of reach.
+        Raises HistoryCorrupt if its records are damaged, JournalAway while they are out of reach, SessionElsewhere if
+        another server has it, which is then asked for it.
         """
 
     def look(
@@ -319,7 +346,7 @@ class MemoryJournal:
 
     durability = Durability.NONE
     book = None
-    keeps = False
+    keeps = is_shared = False
     is_full = is_away = False
     failure = ""
 
@@ -328,6 +355,11 @@ class MemoryJournal:
         self._holdings, self._leaves = Holdings(), Leaves()
         self._sessions: dict[str, tuple[SessionRecord, History]] = {}
         self._used: dict[str, TokenUsage] = {}
+
+    def serves(self, sessions: Resident) -> None: ...
+
+    def has(self, session_id: str) -> bool:
+        return session_id in self._sessions
 
     def unit(self, refuse: Callable[[], bool] | None = None) -> AbstractContextManager[object]:
         return nullcontext()
@@ -388,6 +420,9 @@ class MemoryJournal:
 
     def on_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
         callback()
+
+    def proof(self) -> Receipt:
+        return SAFE
 
     def request_sync(self) -> None: ...
 

@@ -290,15 +290,17 @@ class Tables:
         if not keep_seconds:
             return []
         expired: list[tuple[str, int]] = []
-        old = list(
-            self._db.execute(
-                "select session from sessions where used_at < ? order by used_at limit ?",
-                (now - keep_seconds, _EXPIRE_SESSIONS + len(resident)),
-            )
-        )
-        for number in [number for (number,) in old if number not in resident][:_EXPIRE_SESSIONS]:
+        old = self._unused(now - keep_seconds, _EXPIRE_SESSIONS, resident)
+        for number in [number for number in old if number not in resident][:_EXPIRE_SESSIONS]:
             if self._reader.used_at(number) >= now - keep_seconds:  # the index is damaged
                 continue
             expired += self._reader.kept_by_session(number)
             self.end_session(number)
         return expired
+
+    def _unused(self, before: float, most: int, resident: Collection[int]) -> list[int]:
+        """So many sessions at least, besides those in memory, that were used last before then, oldest first."""
+        rows = self._db.execute(
+            "select session from sessions where used_at < ? order by used_at limit ?", (before, most + len(resident))
+        )
+        return [number for (number,) in list(rows)]

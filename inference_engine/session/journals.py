@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from inference_engine.config import EngineConfig, in_full
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
@@ -41,6 +43,8 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
             config.kept,
             weights=weights,
             metrics=metrics,
+            replica=config.replica or socket.gethostname(),
+            lease_seconds=config.lease_seconds,
             keep_seconds=config.session_keep_seconds,
             copies_folder=in_full(config.copies_dir) if config.copies_dir else None,
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from inference_engine.errors import EngineStalled, JournalAway, JournalFull
+from inference_engine.errors import EngineStalled, JournalAway, JournalFull, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
@@ -28,6 +28,7 @@ from inference_engine.session.journal import (
     Logprobs,
     Receipt,
     ReplyRecord,
+    Resident,
     Saved,
     SessionEntry,
     SessionKept,
@@ -76,6 +77,9 @@ class KeptJournal:
     """
 
     keeps = True
+    is_shared = False
+    # Is a session another server's once it has left memory? Then its calls wait for that to be safe.
+    _lets_go: ClassVar[bool] = False
     copies_folder: Path
     weights: str | None
     _tables: Tables
@@ -107,6 +111,7 @@ class KeptJournal:
         self._gone: dict[str, Receipt] = {}  # of sessions that left memory or were closed, by id
         self._expire_at = 0.0
         self._is_stopped = False
+        self._term = 0  # one more each time that other servers took over the sessions
 
     # -- what a variant has -----------------------------------------------------------------------------------------
 
@@ -123,6 +128,10 @@ class KeptJournal:
     def _transact(self, changes: Sequence[Change]) -> None:
         """Apply changes, all or none, and make them safe. On the writer's thread; takes `_db_lock`."""
 
+    def _claim(self, session_id: str, owner: str) -> int:
+        """The session is to come into memory here. Returns in which term. Raises SessionElsewhere."""
+        return self._term
+
     @abstractmethod
     def _reading(self) -> AbstractContextManager[Reader]:
         """A reader of what is committed, which sees one moment of it."""
@@ -134,6 +143,14 @@ class KeptJournal:
     @abstractmethod
     def _measure(self) -> None:
         """Report how much is kept. Called now and then, with `_db_lock` held."""
+
+    def serves(self, sessions: Resident) -> None: ...
+
+    def has(self, session_id: str) -> bool:
+        return session_id in self._open
+
+    def proof(self) -> Receipt:
+        return SAFE  # no other server can have them
 
     # -- changes, in memory -----------------------------------------------------------------------------------------
 
@@ -230,7 +247,7 @@ class KeptJournal:
     def leave(self, session_id: str, used_at: float | None = None) -> None:
         if (known := self._open.pop(session_id, None)) is not None:
             receipt = self._record((self._tables.leave, (known.number, used_at)))
-            if not known.saved.receipt.is_safe:
+            if self._lets_go or not known.saved.receipt.is_safe:
                 self._leaves_memory(session_id, receipt)
 
     def close(self, session_id: str) -> None:
@@ -396,6 +413,7 @@ class KeptJournal:
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         self._flush(self.receipt(session_id))
+        term = self._claim(session_id, owner)
         with self._reading() as reader, damage_is_refused(0):
             number = reader.find(session_id, owner)
             if number is None:
@@ -405,7 +423,10 @@ class KeptJournal:
             saved = Saved(sum(len(one.token_ids) for one in past.tokens))
             replies = reader.replies_of(number, session_id, owner, past.appends)
             count = self._count_kept(owner, 0, 0)
-            self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
+            with self._kept_lock:
+                if term != self._term:
+                    raise SessionElsewhere
+                self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
             return SessionKept(record, used_at, past.tokens, past.generates, replies, saved)
 
     def look(

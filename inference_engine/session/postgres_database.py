@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -30,11 +31,14 @@ _IDLE_SECONDS = 5
 _PREPARING = 0x4B616B65  # of the advisory lock of who makes the tables
 _SCHEMA = """
 create table facts (name text primary key, value text);
-create table replicas (name text primary key, epoch bigint not null, commits bigint not null) with (fillfactor = 20);
+create table replicas (
+    name text primary key, epoch bigint not null, until timestamptz not null, commits bigint not null,
+    backend integer) with (fillfactor = 20);
 create table sessions (
     session bigint primary key, id text collate "C" unique not null, owner text collate "C" not null,
     body text not null, length bigint not null, used_at double precision not null, crc bigint not null,
-    answers bigint not null default 0, entries integer not null default 0);
+    answers bigint not null default 0, entries integer not null default 0,
+    replica text, epoch bigint);
 create index sessions_by_owner on sessions (owner, id);
 create index sessions_by_use on sessions (used_at);
 create table tokens (
@@ -52,12 +56,55 @@ create index replies_by_session on replies (session, kind, position);
 create index replies_ended on replies (ended_at) where ended_at is not null;
 create table copies (
     session bigint primary key, file text unique not null, length bigint not null, bytes bigint not null,
-    header_crc bigint not null, crc bigint not null);
-create table usage (owner text primary key, body text, crc bigint);
+    header_crc bigint not null, crc bigint not null, replica text);
+create table usage (owner text, replica text, body text, crc bigint, primary key (owner, replica));
 create function fence(who text, mine bigint, number bigint) returns void language plpgsql as $$ begin
     update replicas set commits = number where name = who and epoch = mine and commits = number - 1;
     if not found then raise exception 'another server is %, or has this number', who using errcode = 'KK001'; end if;
 end $$;
+create function lock_of(who text, mine bigint) returns bigint language sql immutable as
+    $$ select hashtextextended('kakeya ' || who || ' ' || mine, 0) $$;
+create function register(who text, lease double precision) returns bigint language plpgsql as $$
+declare known replicas; mine bigint; begin
+    select * into known from replicas where name = who for update;
+    if found and known.until > clock_timestamp() and not pg_try_advisory_xact_lock(lock_of(who, known.epoch)) then
+        return null;
+    end if;
+    insert into replicas (name, epoch, until, commits)
+        values (who, 1, clock_timestamp() + make_interval(secs => lease), 0)
+        on conflict (name) do update set epoch = replicas.epoch + 1, until = excluded.until, commits = 0
+        returning epoch into mine;
+    perform pg_advisory_lock(lock_of(who, mine));
+    return mine;
+end $$;
+create function claim(wanted text, whose text, who text, mine bigint, out state text) language plpgsql as $$
+declare n bigint; r text; e bigint; q replicas; begin
+    perform from replicas where name = who and epoch = mine for share;
+    if not found then raise exception 'another server is %', who using errcode = 'KK001'; end if;
+    select session, replica, epoch into n, r, e from sessions where id = wanted and owner = whose;
+    if n is null then state := 'none'; return; end if;
+    if r = who and e = mine then state := 'mine'; return; end if;
+    state := 'free';
+    if r is not null then
+        state := 'left';
+        select * into q from replicas where name = r;
+        if q.epoch = e then
+            if q.until > clock_timestamp() and not pg_try_advisory_xact_lock(lock_of(r, e)) then
+                perform pg_notify(channel_of(r), wanted);
+                state := 'elsewhere';
+                return;
+            end if;
+            -- It may have stopped in the middle of a commit, whose lock is waited for.
+            perform pg_terminate_backend(pid) from pg_stat_activity
+                where pid = q.backend and application_name = 'kakeya ' || r;
+            update replicas set epoch = epoch + 1, until = '-infinity' where name = r and epoch = e;
+        end if;
+    end if;
+    update sessions set replica = who, epoch = mine
+        where session = n and replica is not distinct from r and epoch is not distinct from e;
+    if not found then state := 'elsewhere'; end if;
+end $$;
+create function channel_of(who text) returns text language sql immutable as $$ select 'kakeya_' || md5(who) $$;
 """
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_END = b"\xff\xff"
@@ -139,9 +186,33 @@ class PostgresConnection:
             self._pipeline = self._connection.pipeline()
             self._pipeline.__enter__()
 
-    def release_locks(self) -> None:
-        """Now: the server may notice an end a moment later."""
-        if self.is_open:
+    def commits_for(self, replica: str, epoch: int) -> None:
+        """This is the connection of a server by which it commits: see `claim`."""
+        self.execute("update replicas set backend = pg_backend_pid() where name = ? and epoch = ?", (replica, epoch))
+
+    def is_alive(self) -> bool:
+        """Was it not lost since it was used last?"""
+        try:
+            self._connection.execute("")
+        except psycopg.Error:
+            return False
+        return True
+
+    def listen(self, replica: str) -> None:
+        ((channel,),) = self.execute("select channel_of(?)", (replica,))
+        self._connection.execute(f"listen {channel}")
+
+    def notified(self, seconds: float) -> Iterator[str]:
+        """What others notify of within that time."""
+        for notice in self._connection.notifies(timeout=seconds):
+            yield notice.payload
+
+    def release(self, replica: str, epoch: int) -> None:
+        """A server stops. Others wait neither for its lease nor for its lock, which would end a moment later."""
+        with suppress(psycopg.Error):
+            self._connection.execute(
+                "update replicas set until = '-infinity' where name = %s and epoch = %s", (replica, epoch)
+            )
             self._connection.execute("select pg_advisory_unlock_all()")
 
     def close(self) -> None:
@@ -157,7 +228,7 @@ def connect(dsn: str, durability: Durability, name: str) -> PostgresConnection:
     given = conninfo_to_dict(dsn)
     defaults: dict[str, str | int] = {
         "connect_timeout": _CONNECT_SECONDS,
-        "application_name": f"kakeya {name}",
+        "application_name": f"kakeya {name}",  # by which `claim` knows it
         "tcp_user_timeout": 10_000,
         "keepalives_idle": 5,
         "keepalives_interval": 2,

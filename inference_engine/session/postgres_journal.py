@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import psycopg
 from psycopg import errors as pg
 
-from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway
+from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal import CopyBook
+from inference_engine.session.journal import SAFE, CopyBook, Kept, Receipt, Resident, SessionKept
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.postgres_database import (
     PostgresConnection,
@@ -35,25 +36,48 @@ from inference_engine.session.postgres_database import (
     passing,
     place_of,
 )
+from inference_engine.session.postgres_lease import Lease
 from inference_engine.session.postgres_tables import PostgresReader, PostgresTables, TailRows
-from inference_engine.session.writer import Away, Change, Writer
-from inference_engine.types import Durability
+from inference_engine.session.writer import Change, Lost, Unit, Writer
+from inference_engine.types import Durability, TokenUsage
 
 logger = logging.getLogger(__name__)
 
 _NUMBER_BITS = 62  # of a session's number, which no other server may draw
 _IDLE_CONNECTIONS = 4  # for reading, that are kept
-_LOCK_SECONDS, _LOOK_SECONDS = 2.0, 0.02
-_SERVING = 0x4B616B66  # of the advisory lock of the server that has the database
+_LOOK_SECONDS = 0.05  # between two attempts to begin anew
+_COUNT_SECONDS = 10.0  # between two looks at what other servers keep
 
 
-class Fenced(Exception):
-    """Another server has taken this one's place."""
+class _NoSessions:
+    """Until there is an engine."""
+
+    def locked(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def let_go(self, session_id: str) -> None: ...
+
+    def lose(self) -> None: ...
+
+
+@contextmanager
+def _refused(place: str) -> Iterator[None]:
+    """What goes wrong at a start is a refusal."""
+    try:
+        yield
+    except (psycopg.Error, JournalAway) as error:
+        raise ConfigError(f"the journal {place} cannot be used: {error}") from error
+
+
+def _nothing() -> None:
+    """The change of a commit that only shows that it can be made."""
 
 
 class PostgresJournal(KeptJournal):
-    """The sessions in one database. One process has a database at a time."""
+    """The sessions in one database, which servers of one model share."""
 
+    is_shared = True
+    _lets_go = True
     _tables: PostgresTables
     _is_corrupt = (pg.DataCorrupted, pg.IndexCorrupted)
 
@@ -64,44 +88,44 @@ class PostgresJournal(KeptJournal):
         *,
         weights: str | None,
         metrics: EngineMetrics,
-        name: str = "server",
+        replica: str,
+        lease_seconds: float = 5.0,
         keep_seconds: float = 0.0,
         copies_folder: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """dsn: what libpq takes. name: of this server. copies_folder: for copies of K/V; None: there are none.
+        """dsn: what libpq takes. replica: name of this server, which no other one of the database has. lease_seconds:
+        other servers take over its sessions when it was not heard of for so long. copies_folder: for copies of K/V;
+        None: there are none.
 
         The others are as for SQLiteJournal. Raises ConfigError for a database that cannot be used.
         """
         super().__init__(durability, metrics=metrics, keep_seconds=keep_seconds, wall_clock=wall_clock)
-        self._dsn, self._name, self.weights = dsn, name, weights
+        self._dsn, self._replica, self.weights = dsn, replica, weights
         self._has_copies = copies_folder is not None
         self.copies_folder = copies_folder or Path()
         self._idle: list[PostgresConnection] = []  # for reading
-        self._db = open_database(dsn, durability, weights, name)
-        try:
-            if not self._has_lock(self._db):
-                raise ConfigError(
-                    f"the journal {place_of(dsn)} is in use by another server: stop that, or name another database"
-                )
-            ((self._epoch,),) = self._db.execute(
-                "insert into replicas values (?, 1, 0) on conflict (name) do update set epoch = replicas.epoch + 1, "
-                "commits = 0 returning epoch",
-                (name,),
-            )
-            self._number = 0  # of the last commit
-            self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
-            self._files_to_remove: list[str] = []
-            self._tables = PostgresTables(self._db, wall_clock)
+        self._resident: Resident = _NoSessions()
+        self._proof: Unit | None = None
+        self._proof_lock = threading.Lock()
+        self._number = 0  # of the last commit
+        self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
+        self._files_to_remove: list[str] = []
+        self._used_elsewhere: dict[str, TokenUsage] = {}
+        self._counted_at = 0.0
+        self._db = open_database(dsn, durability, weights, replica)
+        with ExitStack() as undo, _refused(place_of(dsn)):
+            undo.callback(self._db.close)
+            self._lease = Lease(dsn, replica, lease_seconds, on_asked=self._asked, on_lost=self._ask_for_proof)
+            undo.callback(self._lease.stop)
+            self._db.commits_for(replica, self._lease.epoch)
+            self._tables = PostgresTables(self._db, replica, self._lease.epoch, wall_clock)
+            self._tables.note_cut()
             with self._reading() as reader:
                 self._count_all(reader.kept())
-                self._used = reader.usage()
+                self._used, self._used_elsewhere = reader.usages()
             self._measure()
-        except BaseException as error:
-            self._db.close()
-            if isinstance(error, psycopg.Error | JournalAway):
-                raise ConfigError(f"the journal {place_of(dsn)} cannot be used: {error}") from error
-            raise
+            undo.pop_all()
         is_tool = weights is None
         self._writer = Writer(
             self._commit,
@@ -110,16 +134,9 @@ class PostgresJournal(KeptJournal):
             metrics,
             has_room=self._has_room,
             tidies_at_the_end=not is_tool,
+            lose=self._begin_anew,
         )
-
-    def _has_lock(self, db: PostgresConnection) -> bool:
-        """Take the lock of who has the database. A process that has just ended may have it for a moment."""
-        ends = time.monotonic() + _LOCK_SECONDS
-        while True:
-            ((is_ours,),) = db.execute("select pg_try_advisory_lock(?)", (_SERVING,))
-            if is_ours or time.monotonic() > ends:
-                return bool(is_ours)
-            time.sleep(_LOOK_SECONDS)
+        self._lease.start()
 
     def _new_number(self) -> int:
         return secrets.randbits(_NUMBER_BITS)
@@ -137,15 +154,102 @@ class PostgresJournal(KeptJournal):
         )
 
     def _close(self) -> None:
+        self._lease.stop()
         for db in (self._db, *self._idle):
-            with suppress(psycopg.Error):
-                db.release_locks()
             db.close()
 
-    # -- the writer's thread ----------------------------------------------------------------------------------------
+    # -- whose sessions they are ------------------------------------------------------------------------------------
 
-    def _commit(self, changes: Sequence[Change]) -> None:
-        self._transact(changes)
+    def serves(self, sessions: Resident) -> None:
+        self._resident = sessions
+
+    def proof(self) -> Receipt:
+        """A commit shows it, where the lease may be over: it is fenced."""
+        return SAFE if self._lease.is_sure else self._ask_for_proof()
+
+    def _ask_for_proof(self) -> Receipt:
+        with self._proof_lock:
+            if self._proof is None or self._proof.is_safe or self._proof.is_refused:
+                self._proof = Unit(changes=[(_nothing, ())])
+                self._writer.record(self._proof)
+                self._writer.request_sync()
+            return self._proof
+
+    def _asked(self, session_id: str) -> None:
+        """Another server wants the session."""
+        self._resident.let_go(session_id)
+
+    def _claim(self, session_id: str, owner: str) -> int:
+        term, epoch = self._term, self._lease.epoch
+        with self._connection() as db:
+            ((state,),) = db.execute("select claim(?, ?, ?, ?)", (session_id, owner, self._replica, epoch))
+        if state == "elsewhere":
+            raise SessionElsewhere
+        return term
+
+    def load(self, session_id: str, owner: str) -> SessionKept | None:
+        try:
+            return super().load(session_id, owner)
+        except (HistoryCorrupt, JournalAway):
+            self._record((self._tables.let_go, (session_id,)))  # another server may read it
+            raise
+
+    def _begin_anew(self, settle: Callable[[], object]) -> None:
+        """Other servers have taken over the sessions. On the writer's thread."""
+        with self._resident.locked():
+            settle()
+            with self._kept_lock:
+                self._term += 1
+                self._open.clear()
+                self._gone.clear()
+            self._resident.lose()
+        while not self._is_stopped:
+            try:
+                epoch = self._lease.renew()
+            except psycopg.Error as error:
+                logger.warning("the journal cannot be reached: %s", error)
+                epoch = None
+            if epoch is not None:
+                self._number, self._doubt = 0, None
+                self._tables.begin_anew(epoch)
+                if self._db.is_open:
+                    with suppress(psycopg.Error):
+                        self._db.commits_for(self._replica, epoch)
+                return
+            time.sleep(_LOOK_SECONDS)
+
+    # -- what owners keep -------------------------------------------------------------------------------------------
+
+    def used_by(self, owner: str) -> TokenUsage:
+        """With what other servers' Generates took until some seconds ago."""
+        return super().used_by(owner) + self._used_elsewhere.get(owner, TokenUsage())
+
+    def use(self, owner: str, usage: TokenUsage) -> None:
+        with self._kept_lock:
+            self._used[owner] = total = super().used_by(owner) + usage
+        self._record((self._tables.put_usage, (owner, total)))
+
+    def _tidy(self) -> None:
+        super()._tidy()
+        if (now := time.monotonic()) >= self._counted_at + _COUNT_SECONDS:
+            self._counted_at = now
+            with suppress(JournalAway):
+                self._count_again()
+
+    def _count_again(self) -> None:
+        """What other servers keep of the owners that are known here: within some seconds a limit holds for all."""
+        with self._reading() as reader:
+            elsewhere = reader.kept_elsewhere(list(self._kept), self._lease.epoch)
+            _, self._used_elsewhere = reader.usages()
+        with self._kept_lock:
+            here: dict[str, list[int]] = {}
+            for known in list(self._open.values()):  # others change it meanwhile
+                here.setdefault(known.owner, []).append(known.length)
+            for owner, count in self._kept.items():
+                kept, lengths = elsewhere.get(owner, Kept()), here.get(owner, [])
+                count.sessions, count.tokens = kept.sessions + len(lengths), kept.tokens + sum(lengths)
+
+    # -- the writer's thread ----------------------------------------------------------------------------------------
 
     def _transact(self, changes: Sequence[Change]) -> None:
         with self._db_lock:
@@ -163,7 +267,7 @@ class PostgresJournal(KeptJournal):
                 return self._gone_files()
             number, has_begun = self._number + 1, True
             self._db.begin()
-            self._db.execute("select fence(?, ?, ?)", (self._name, self._epoch, number))
+            self._db.execute("select fence(?, ?, ?)", (self._replica, self._tables.epoch, number))
             for apply, arguments in changes:
                 apply(*arguments)
             self._tables.tail.flush()
@@ -178,7 +282,7 @@ class PostgresJournal(KeptJournal):
                 self._tables.roll_back()
                 self._doubt = None
             if is_fenced(error):
-                raise Fenced(str(error).splitlines()[0]) from error
+                raise Lost(str(error).splitlines()[0]) from error
             if (waits := passing(error)) is not None:
                 raise waits from error
             raise
@@ -199,19 +303,14 @@ class PostgresJournal(KeptJournal):
         if self._doubt is None:
             return False
         doubtful, number = self._doubt
+        us = self._replica, self._tables.epoch
         self._db.begin()
-        found = list(
-            self._db.execute(
-                "select commits from replicas where name = ? and epoch = ? for update", (self._name, self._epoch)
-            )
-        )
+        found = list(self._db.execute("select commits from replicas where name = ? and epoch = ? for update", us))
         if not found:
-            raise Fenced(f"another server is {self._name}")
+            raise Lost(f"another server is {self._replica}")
         ((commits,),) = found
         if commits == number - 1:
-            self._db.execute(
-                "update replicas set commits = ? where name = ? and epoch = ?", (number + 1, self._name, self._epoch)
-            )
+            self._db.execute("update replicas set commits = ? where name = ? and epoch = ?", (number + 1, *us))
         self._db.commit()
         logger.warning("the commit that lost its connection was %s", "made" if commits == number else "not made")
         if commits == number:
@@ -222,34 +321,54 @@ class PostgresJournal(KeptJournal):
         return False
 
     def _reconnect(self) -> None:
-        self._db = connect(self._dsn, self.durability, self._name)
+        self._db = connect(self._dsn, self.durability, self._replica)
         self._tables.reconnected(self._db)
-        if not self._has_lock(self._db):
-            self._db.close()
-            raise Away("another connection has its lock")
+        self._db.commits_for(self._replica, self._tables.epoch)
 
     def _has_room(self) -> bool:
         self._transact([(self._tables.try_room, ())])
         return True
 
     def _measure(self) -> None:
-        with self._reading() as reader:
-            sessions, nbytes = reader.size()
-        self._metrics.sessions_kept.set(sessions)
-        self._metrics.journal_bytes.set(nbytes)
+        with suppress(JournalAway):  # the next time
+            with self._reading() as reader:
+                sessions, nbytes = reader.size()
+            self._metrics.sessions_kept.set(sessions)
+            self._metrics.journal_bytes.set(nbytes)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _reading(self) -> Iterator[PostgresReader]:
-        db = self._reader_connection()
-        try:
-            yield PostgresReader(db, TailRows(db))
+        """In a transaction, which sees one moment."""
+        with self._connection() as db:
+            db.begin("isolation level repeatable read read only")
+            db.wait()
+            yield PostgresReader(db, TailRows(db), self._replica)
             db.commit()
+
+    @contextmanager
+    def _connection(self) -> Iterator[PostgresConnection]:
+        """One that no other thread uses meanwhile. Raises JournalAway."""
+        try:
+            db = self._idle.pop()
+            if not db.is_alive():
+                db.close()
+                raise IndexError
+        except IndexError:
+            try:
+                db = connect(self._dsn, self.durability, self._replica)
+            except psycopg.OperationalError as error:
+                raise JournalAway from error
+        try:
+            yield db
         except BaseException as error:
             db.roll_back()
             if isinstance(error, self._is_corrupt):
                 raise HistoryCorrupt(0) from error
+            if is_fenced(error):
+                self._ask_for_proof()
+                raise SessionElsewhere from error
             if isinstance(error, psycopg.Error) and passing(error) is not None:
                 raise JournalAway from error
             raise
@@ -258,22 +377,3 @@ class PostgresJournal(KeptJournal):
                 self._idle.append(db)
             else:
                 db.close()
-
-    def _reader_connection(self) -> PostgresConnection:
-        """One at the beginning of a transaction, which sees one moment. Raises JournalAway."""
-        while True:
-            try:
-                db, is_new = self._idle.pop(), False
-            except IndexError:
-                try:
-                    db, is_new = connect(self._dsn, self.durability, self._name), True
-                except psycopg.OperationalError as error:
-                    raise JournalAway from error
-            try:
-                db.begin("isolation level repeatable read read only")
-                db.wait()
-                return db
-            except psycopg.OperationalError as error:  # one that was lost while it was idle
-                db.close()
-                if is_new:
-                    raise JournalAway from error

@@ -6,12 +6,17 @@ one, and a row that is gone leaves a hole. `sessions.entries` is the first that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 
 from inference_engine.errors import HistoryCorrupt
+from inference_engine.session.journal import CopyRecord, Kept, SessionRecord
 from inference_engine.session.journal_reader import Reader, TailRow
+from inference_engine.session.journal_rows import copy_crc, usage_crc
 from inference_engine.session.journal_tables import Tables
 from inference_engine.session.postgres_database import PostgresConnection
+from inference_engine.types import TokenUsage
 
 
 class TailRows:
@@ -51,6 +56,13 @@ class PostgresTail(TailRows):
         self._next: dict[int, int] = {}
         self._before: dict[int, int | None] = {}  # of sessions that the commit that is being made changes
         self._rows: list[tuple[int, int, int, bytes]] = []  # not inserted yet: session, entry, position, body
+
+    def sessions(self) -> list[int]:
+        return []  # others may have them
+
+    def forget(self) -> None:
+        """Other servers have taken over the sessions."""
+        self._next, self._before, self._rows = {}, {}, []
 
     def has(self, number: int) -> bool:
         return self.last(number) is not None
@@ -111,9 +123,42 @@ class PostgresTail(TailRows):
 
 
 class PostgresReader(Reader):
+    """replica: the server whose copies of K/V they are."""
+
+    def __init__(self, db: PostgresConnection, tail: TailRows, replica: str) -> None:
+        super().__init__(db, tail)
+        self._replica = replica
+
     @staticmethod
     def as_bytes(column: str) -> str:
         return f"convert_to({column}, 'UTF8')"
+
+    def copies(self) -> list[CopyRecord]:
+        rows = self._db.execute(
+            "select session, id, owner, file, c.length, bytes, header_crc, c.crc from copies c "
+            "join sessions s using (session) where c.replica = ? order by used_at",
+            (self._replica,),
+        )
+        found = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
+        return [record for number, record, crc in found if crc == copy_crc(number, record)]
+
+    def kept_elsewhere(self, owners: Sequence[str], epoch: int) -> dict[str, Kept]:
+        """What these owners keep and this server has not in memory, as far as it is folded."""
+        rows = self._db.execute(
+            "select owner, count(*), sum(length) from sessions where owner = any(?) "
+            "and (replica, epoch) is distinct from (?, ?) group by owner",
+            (list(owners), self._replica, epoch),
+        )
+        return {owner: Kept(sessions, int(tokens)) for owner, sessions, tokens in rows}
+
+    def usages(self) -> tuple[dict[str, TokenUsage], dict[str, TokenUsage]]:
+        """What the Generates of each owner took: by this server, and by all others."""
+        ours, others = dict[str, TokenUsage](), dict[str, TokenUsage]()
+        for owner, replica, body, crc in self._db.execute("select owner, replica, body, crc from usage"):
+            if crc == usage_crc(owner, body):
+                book = ours if replica == self._replica else others
+                book[owner] = book.get(owner, TokenUsage()) + TokenUsage(**json.loads(body))
+        return ours, others
 
     def size(self) -> tuple[int, int]:
         """How many sessions there are, and the bytes of all tables and indexes."""
@@ -125,17 +170,88 @@ class PostgresReader(Reader):
 
 
 class PostgresTables(Tables):
-    """A connection that was lost gives way to another (`reconnected`)."""
+    """A connection that was lost gives way to another (`reconnected`).
+
+    replica, epoch: this server, whose sessions alone it changes: one that it has let go of may be another's.
+    """
 
     tail: PostgresTail
 
-    def __init__(self, db: PostgresConnection, wall_clock: Callable[[], float]) -> None:
+    def __init__(self, db: PostgresConnection, replica: str, epoch: int, wall_clock: Callable[[], float]) -> None:
         tail = PostgresTail(db)
-        super().__init__(db, PostgresReader(db, tail), tail, wall_clock)
+        super().__init__(db, PostgresReader(db, tail, replica), tail, wall_clock)
+        self._replica, self.epoch = replica, epoch
 
     def reconnected(self, db: PostgresConnection) -> None:
         self._db = self.tail._db = db
-        self._reader = PostgresReader(db, self.tail)
+        self._reader = PostgresReader(db, self.tail, self._replica)
+
+    def begin_anew(self, epoch: int) -> None:
+        """Other servers have taken over the sessions."""
+        self.epoch = epoch
+        self.tail.forget()
+        self.to_fold.clear()
+
+    def note_cut(self) -> None:
+        """When the sessions were used whose turns this server's end has cut is not recorded: they count as used now."""
+        self._db.execute(
+            "update sessions s set used_at = greatest(used_at, ?) where replica = ? and epoch < ? "
+            "and exists (select from tail t where t.session = s.session)",
+            (self._wall_clock(), self._replica, self.epoch),
+        )
+
+    def put_session(self, number: int, record: SessionRecord, parent: int | None, length: int) -> None:
+        super().put_session(number, record, parent, length)
+        self._db.execute(
+            "update sessions set replica = ?, epoch = ? where session = ?", (self._replica, self.epoch, number)
+        )
+
+    def put_usage(self, owner: str, usage: TokenUsage) -> None:
+        """What this server's Generates took."""
+        body = json.dumps(asdict(usage))
+        self._db.execute(
+            "insert into usage (owner, replica, body, crc) values (?, ?, ?, ?) "
+            "on conflict (owner, replica) do update set body = excluded.body, crc = excluded.crc",
+            (owner, self._replica, body, usage_crc(owner, body)),
+        )
+
+    def put_copy(self, record: CopyRecord) -> None:
+        super().put_copy(record)
+        self._db.execute("update copies set replica = ? where file = ?", (self._replica, record.file))
+
+    def leave(self, number: int, used_at: float | None) -> None:
+        """It is folded before another server may have it."""
+        self.rest(number, used_at)
+        self.fold(number)
+        self._db.execute(
+            "update sessions set replica = null, epoch = null where session = ? and replica = ? and epoch = ?",
+            (number, self._replica, self.epoch),
+        )
+        self.tail.end(number)
+
+    def fold(self, number: int) -> None:
+        rows = self._db.execute(
+            "select from sessions where session = ? and replica = ? and epoch = ?", (number, self._replica, self.epoch)
+        )
+        if list(rows):
+            super().fold(number)
+
+    def _unused(self, before: float, most: int, resident: Collection[int]) -> list[int]:
+        """Of those that no server has. They are locked: a server that wants one waits, and finds it gone."""
+        rows = self._db.execute(
+            "select session from sessions s where used_at < ? and not exists "
+            "(select from replicas r where r.name = s.replica and r.epoch = s.epoch) "
+            "order by used_at limit ? for update skip locked",
+            (before, most),
+        )
+        return [number for (number,) in rows]
+
+    def let_go(self, session_id: str) -> None:
+        """Of a session that could not be read here."""
+        self._db.execute(
+            "update sessions set replica = null, epoch = null where id = ? and replica = ? and epoch = ?",
+            (session_id, self._replica, self.epoch),
+        )
 
     def try_room(self) -> None:
         """A row that says nothing: is there room for one?"""

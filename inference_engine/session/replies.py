@@ -151,6 +151,12 @@ class Replies(Generic[R]):
         for key in self._of_session.pop(session_id, ()):
             del self._replies[key]
 
+    def clear(self) -> None:
+        """Forget all: the journal has those that count."""
+        for book in (self._replies, self._of_session, self._ended, self._ended_count):
+            book.clear()
+        self.due = math.inf
+
     def expire(self) -> None:
         """Forget expired replies. There are none before `due`."""
         now = self._clock()
@@ -226,6 +232,10 @@ class ReplyBook:
     def session_left(self, session_id: str) -> None:
         for page in self._pages:
             page.session_left(session_id)
+
+    def clear(self) -> None:
+        for page in self._pages:
+            page.clear()
 
     def expire(self) -> None:
         """Forget expired replies. Call it now and then; it is cheap enough for every step."""

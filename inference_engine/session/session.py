@@ -83,6 +83,8 @@ class Session:
     entered_digests: int = 0  # so many of them are in its index
     pins: int = 0  # while positive, the entries stay in place, even if the session is closed meanwhile
     is_closed: bool = False
+    is_wanted: bool = False  # another server asks for it: it leaves memory once nothing holds it
+    is_lost: bool = False  # it was closed because another server has taken it over
     failure_reason: str = ""
     live_bytes: int = 0  # on the device
     live_kinds: Mapping[str, int] = field(default_factory=dict)  # the same, by kind

@@ -163,7 +163,7 @@ class SQLiteJournal(KeptJournal):
     # -- the writer's thread ----------------------------------------------------------------------------------------
 
     def _commit(self, changes: Sequence[Change]) -> None:
-        self._transact(changes)
+        super()._commit(changes)
         if self._wal_pages >= min(LOG_PAGES, self._reserve.nbytes // PAGE_BYTES):
             with self._db_lock:
                 self._checkpoint(apsw.SQLITE_CHECKPOINT_PASSIVE)

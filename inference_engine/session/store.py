@@ -414,6 +414,7 @@ class SessionStore:
             for session in sessions:
                 session.pins -= 1
                 self._release_if_over(session)
+                self._hand_over(session)
 
     @contextmanager
     def undisturbed(self, session: Session, uses: int) -> Iterator[bool]:
@@ -465,8 +466,34 @@ class SessionStore:
             waiters, session.waiters = session.waiters, []
             self._release_if_over(session)
             self._touch(session)
+            self._hand_over(session)
         for wake in waiters:
             wake()
+
+    def let_go(self, session_id: str) -> None:
+        """See `Resident`."""
+        with self._lock:
+            session = self._sessions.get(session_id)
+            if session is not None and not session.is_transient:
+                session.is_wanted = True
+                self._hand_over(session)
+
+    def lose(self) -> None:
+        """See `Resident`. Their Generates end with SessionElsewhere."""
+        for session in [one for one in self._sessions.values() if one.journal.keeps]:
+            session.is_closed = session.is_lost = True
+            self.prefixes.forget(session)
+            del self._sessions[session.session_id]
+            self._release_if_over(session, keeps=True)
+        self.replies.clear()
+        self._used.clear()
+
+    def _hand_over(self, session: Session) -> None:
+        """Leave memory if another server asks for it and nothing holds it. Lock held."""
+        is_free = session.operation is None and not session.pins
+        if session.is_wanted and is_free and not session.is_closed:
+            self._metrics.evicted.labels(reason="handed_over").inc()
+            self._leave(session)
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
         """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""

@@ -11,6 +11,8 @@ called back run first, and need the interpreter for that.
 
     it is away          call back what waits │ commit the same changes again, until they are safe: nothing is undone
 
+    others have it      all that is recorded is lost, and so are the sessions in memory │ go on with new ones
+
 Any other error is final: what the disk has is not known then, so nothing is confirmed, and the process has to end.
 """
 
@@ -56,6 +58,10 @@ class Away(Exception):
     """
 
 
+class Lost(Exception):
+    """Other servers have taken over this one's sessions: what is recorded and not committed never will be."""
+
+
 @dataclass(slots=True, eq=False)
 class Unit(Receipt):
     """Changes that are kept together or not at all.
@@ -69,18 +75,20 @@ class Unit(Receipt):
     refuse: Callable[[], bool] | None = None
     replaced: Receipt = SAFE
 
-    def settle(self, *, is_safe: bool) -> None:
-        self.is_safe, self.is_refused = is_safe, not is_safe
+    def settle(self, *, is_safe: bool, is_lost: bool = False) -> None:
+        self.is_safe, self.is_refused, self.is_lost = is_safe, not is_safe, is_lost
         self.changes, self.confirmed, self.refuse, self.replaced = [], [], None, SAFE
 
 
 class Writer:
     """Any thread records and asks; the functions it is given are called on the writer's own.
 
-    commit: applies changes, all or none, and makes them safe; raises DiskFull or Away. tidy: does deferred work for
-    some milliseconds; raises them, too. is_tidy: says whether there is none. make_room: gives up the reserve. has_room:
-    takes it back if there is room for it again; raises DiskFull if not even a row can be written. tidies_at_the_end:
-    until then a stop waits, for a moment. is_full: the disk, at the start.
+    commit: applies changes, all or none, and makes them safe; raises DiskFull, Away or Lost. tidy: does deferred work
+    for some milliseconds; raises them, too. is_tidy: says whether there is none. make_room: gives up the reserve.
+    has_room: takes it back if there is room for it again; raises DiskFull if not even a row can be written.
+    tidies_at_the_end: until then a stop waits, for a moment. is_full: the disk, at the start. lose: called with a
+    function that settles all that is recorded as lost; lets the sessions leave memory together with that, and begins
+    anew.
     """
 
     THREAD_NAME = "kakeya-journal"
@@ -96,6 +104,7 @@ class Writer:
         has_room: Callable[[], bool] = lambda: True,
         tidies_at_the_end: bool = True,
         is_full: bool = False,
+        lose: Callable[[Callback], object] = lambda settle: settle(),
     ) -> None:
         self._tidies_at_the_end = tidies_at_the_end
         self._commit = commit
@@ -103,6 +112,7 @@ class Writer:
         self._is_tidy = is_tidy
         self._make_room = make_room
         self._has_room = has_room
+        self._lose = lose
         self._metrics = metrics
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -195,7 +205,7 @@ class Writer:
                 if is_time and not self._is_stopping:
                     commits, has_room = 0, self._has_tidied()
                 has_more = has_room and not self._is_tidy()
-            except (DiskFull, Away):  # the server stops, and what is recorded, or tidying, has to wait for longer
+            except (DiskFull, Away, Lost):  # the server stops, and what is recorded, or tidying, has to wait for longer
                 return
             except Exception as error:
                 logger.critical("the journal cannot be written any more", exc_info=error)
@@ -208,6 +218,8 @@ class Writer:
             self._tidy()
         except (DiskFull, Away):
             return False
+        except Lost as lost:
+            self._give_up([], lost)
         return True
 
     def _tidy_at_the_end(self) -> None:
@@ -269,20 +281,46 @@ class Writer:
             if self._is_stopping:
                 raise
             return False
+        except Lost as lost:
+            self._give_up([], lost)
+            return False
 
     def _commit_units(self, units: Sequence[Unit]) -> None:
         began = time.perf_counter()
         changes = [change for unit in units for change in unit.changes]
         try:
-            self._commit(changes)
-        except Away as away:
-            self._until_back(units, changes, away)
+            try:
+                self._commit(changes)
+            except Away as away:
+                self._until_back(units, changes, away)
+        except Lost as lost:
+            self._give_up(units, lost)
+            return
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
         for unit in units:
             for saved, tokens in unit.confirmed:
                 saved.tokens = tokens
             unit.settle(is_safe=True)
+
+    def _give_up(self, units: Sequence[Unit], lost: Lost) -> None:
+        """Of what was taken, `units` are not safe, and never will be."""
+        logger.error("other servers have taken over the sessions of this one, which goes on without them: %s", lost)
+
+        def settle() -> None:
+            with self._lock:
+                came, self._units = self._units, []
+            for unit in (*units, *came):
+                unit.settle(is_safe=False, is_lost=True)
+
+        self.is_away = True  # until it has begun anew
+        self._metrics.journal_away.set(1)
+        self._metrics.journal_lost.inc()
+        try:
+            self._lose(settle)
+        finally:
+            self.is_away = False
+            self._metrics.journal_away.set(0)
 
     def _until_back(self, units: Sequence[Unit], changes: Sequence[Change], away: Away) -> None:
         """Commit the same changes until the journal is there again. Raises Away if the writer stops before."""

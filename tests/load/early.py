@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from inference_engine.metrics import EngineMetrics
@@ -15,8 +16,15 @@ from inference_engine.session.sqlite_journal import SQLiteJournal
 from inference_engine.types import Durability
 
 
-def opened(place: str, durability: Durability, metrics: EngineMetrics, *, is_early: bool) -> KeptJournal:
-    """place: a folder, or the DSN of a database. is_early: the control."""
+def opened(
+    place: str,
+    durability: Durability,
+    metrics: EngineMetrics,
+    *,
+    is_early: bool,
+    of_database: Mapping[str, Any] = MappingProxyType({"replica": "server"}),
+) -> KeptJournal:
+    """place: a folder, or the DSN of a database. is_early: the control. of_database: settings of such a journal."""
     if "=" not in place:
         kind = EarlyInAFolder if is_early else SQLiteJournal
         return kind(Path(place), durability, weights="scripted", metrics=metrics)
@@ -25,7 +33,8 @@ def opened(place: str, durability: Durability, metrics: EngineMetrics, *, is_ear
     class EarlyInADatabase(Early, PostgresJournal):
         pass
 
-    return (EarlyInADatabase if is_early else PostgresJournal)(place, durability, weights="scripted", metrics=metrics)
+    in_a_database = EarlyInADatabase if is_early else PostgresJournal
+    return in_a_database(place, durability, weights="scripted", metrics=metrics, **of_database)
 
 
 class Early(KeptJournal):

@@ -61,10 +61,22 @@ class Nursery:
             cwd=ROOT,
         )
 
-    def begin(self, folder: Path | str, durability: str, *, is_early: bool) -> None:
-        """Returns once a life can be reached. is_early: it is the control. Fails for a life that ends before that."""
+    def begin(
+        self,
+        folder: Path | str,
+        durability: str,
+        *,
+        is_early: bool,
+        replica: str = "server",
+        lease_seconds: float = 5.0,
+    ) -> None:
+        """Returns once a life can be reached. is_early: it is the control. Fails for a life that ends before that.
+
+        replica, lease_seconds: of a server on a database.
+        """
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps([str(folder), durability, is_early])}\n")
+        line = json.dumps([str(folder), durability, is_early, replica, lease_seconds])
+        self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         life = self._line()
         assert life, "the process that forks lives has ended"
@@ -83,6 +95,11 @@ class Nursery:
         word, status = self._line().split()
         assert word == "ended"
         return int(status)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the life, which goes on afterwards."""
+        assert self._life
+        os.kill(self._life, number)
 
     def end(self) -> None:
         self.end_life(signal.SIGKILL)

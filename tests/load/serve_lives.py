@@ -5,7 +5,8 @@ usage: serve_lives.py <port> <seconds>
 Sessions that are idle for so many seconds leave memory, and come back when they are used.
 
 A line on standard input begins a life: a list of its state folder, or the DSN of its database, its durability, and
-whether it is the control, which answers before anything is recorded. Its process id and its readiness are lines on
+whether it is the control, which answers before anything is recorded; of a database also the name of its replica and its
+lease. Its process id and its readiness are lines on
 standard output. The input's end ends all.
 """
 
@@ -30,9 +31,10 @@ settings: dict[str, Any] = {"session_idle_ttl_seconds": idle_seconds, "hibernate
 torch.set_num_threads(1)
 
 
-def live(folder: str, durability: str, is_early: bool) -> None:
+def live(folder: str, durability: str, is_early: bool, replica: str, lease_seconds: float) -> None:
     metrics = EngineMetrics()
-    journal = opened(folder, Durability(durability), metrics, is_early=is_early)
+    of = {"replica": replica, "lease_seconds": lease_seconds}
+    journal = opened(folder, Durability(durability), metrics, is_early=is_early, of_database=of)
     kept = settings | {"journal": journal, "metrics": metrics, "state_dir": folder}
     with scripted_engine(script=Script(step_seconds=0.002), **kept) as engine:
         serve(

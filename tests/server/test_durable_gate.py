@@ -9,7 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import cast
 
+import pytest
+
 from inference_engine.engine import Engine
+from inference_engine.errors import SessionElsewhere
 from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.stream import WOKEN_AT_ONCE
 from inference_engine.session.journal import SAFE, Receipt
@@ -22,6 +25,10 @@ class Unsafe:
         self.asked: list[tuple[Callable[[], object], Receipt]] = []
         self.is_full = self.is_away = False
         self._numbers = itertools.count(1)
+        self.shown = SAFE  # that the sessions are this server's
+
+    def proof(self) -> Receipt:
+        return self.shown
 
     def record(self) -> Receipt:
         return Receipt(next(self._numbers))
@@ -119,3 +126,25 @@ async def test_calls_of_many_commits_that_come_together_go_on_some_at_a_time_too
         done = sum(call.done() for call in calls)
         most, before = max(most, done - before), done
     assert most <= 2 * WOKEN_AT_ONCE, "of one turn, and of those that end in the next"
+
+
+async def test_what_is_safe_waits_for_the_proof_that_the_session_is_still_here() -> None:
+    unsafe = Unsafe()
+    unsafe.shown = unsafe.record()
+    gate, (answer,) = waiting(unsafe, Receipt(is_safe=True))
+    look = asyncio.ensure_future(gate.proved())
+    await a_turn()
+    assert not answer.done() and not look.done()
+    proof, unsafe.shown = unsafe.shown, SAFE
+    unsafe.answer(proof)
+    assert await answer
+    await look
+    unsafe.shown = unsafe.record()
+    gate, (answer,) = waiting(unsafe, Receipt(is_safe=True))
+    look = asyncio.ensure_future(gate.proved())
+    await a_turn()
+    unsafe.shown.is_refused = unsafe.shown.is_lost = True
+    unsafe.answer()
+    with pytest.raises(SessionElsewhere):
+        await answer
+    await look  # it has left memory, and is looked for in the journal

@@ -339,6 +339,11 @@ async def a_journal_that_is_away(seen: Seen) -> None:
             assert (await refused(client.open(()))).reason == "UNAVAILABLE JOURNAL_AWAY"
             seen.look(engine)
             journal.is_cut = False
+            await until(lambda: not journal.is_away)
+            session = await client.open()
+            journal.is_taken = True
+            assert (await refused(client.append(session, [1]))).reason == "UNAVAILABLE SESSION_ELSEWHERE"
+            seen.look(engine)
 
 
 async def a_session_read_from_a_file(seen: Seen) -> None:

@@ -33,6 +33,7 @@ EXAMPLES = {
     "FAILED_PRECONDITION MODEL_MISMATCH": errors.ModelMismatch("segment_tokens", 64, 128),
     "RESOURCE_EXHAUSTED JOURNAL_FULL": errors.JournalFull(),
     "UNAVAILABLE JOURNAL_AWAY": errors.JournalAway(is_pending=True),
+    "UNAVAILABLE SESSION_ELSEWHERE": errors.SessionElsewhere(is_pending=True),
     "RESOURCE_EXHAUSTED OVERLOADED": errors.Overloaded("the queue is full", retry_after_seconds=0.25),
     "RESOURCE_EXHAUSTED QUOTA": errors.QuotaExceeded("max_sessions_per_owner", 3, "too many", retry_after_seconds=1.0),
     "RESOURCE_EXHAUSTED HISTORY_LIMIT": errors.HistoryLimit(500, 20, 512),

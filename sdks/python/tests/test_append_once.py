@@ -21,6 +21,7 @@ from kakeya._errors import (
     JournalAway,
     KakeyaError,
     SessionBusy,
+    SessionElsewhere,
     SessionNotFound,
     StateError,
 )
@@ -33,9 +34,9 @@ class Server:
     """A history and a list of what goes wrong next.
 
     Faults, one for each call: "ok", "lost" (never arrives), "unanswered" (arrives, its answer is lost), "late" (arrives
-    after the next call), "pending" (arrives, and is not safe yet), "timeout", "busy", "draining", "refused" (no
-    connection is made), "full" (the connection has too many calls), "gone", "closed" (arrives, and the client is
-    closed), "closed before".
+    after the next call), "pending" (arrives, and is not safe yet), "elsewhere" (so, too), "timeout", "busy",
+    "draining", "refused" (no connection is made), "full" (the connection has too many calls), "gone", "closed"
+    (arrives, and the client is closed), "closed before".
     """
 
     def __init__(
@@ -111,6 +112,9 @@ class Server:
         if fault == "pending":
             away = {"pending": "true"}
             raise JournalAway("not safe yet", code="UNAVAILABLE", reason="JOURNAL_AWAY", metadata=away)
+        if fault == "elsewhere":
+            taken = {"pending": "true"}
+            raise SessionElsewhere("taken over", code="UNAVAILABLE", reason="SESSION_ELSEWHERE", metadata=taken)
         if fault == "unanswered":
             raise lost
         if reply is None:
@@ -160,7 +164,9 @@ def append(server: Server, ids: list[int], tail: Tail, *, expected: int | None =
 
 
 FAULTS = st.lists(
-    st.sampled_from(["ok", "lost", "unanswered", "late", "pending", "timeout", "busy", "draining", "refused", "gone"]),
+    st.sampled_from(
+        ["ok", "lost", "unanswered", "late", "pending", "elsewhere", "timeout", "busy", "draining", "refused", "gone"]
+    ),
     max_size=12,
 )
 
@@ -210,7 +216,7 @@ def test_trying_again_with_what_is_missing_never_doubles_an_id(faults: list[str]
     assert server.history == ids
 
 
-@pytest.mark.parametrize("fault", ["lost", "unanswered", "draining", "pending"])
+@pytest.mark.parametrize("fault", ["lost", "unanswered", "draining", "pending", "elsewhere"])
 def test_a_broken_connection_is_survived(fault: str) -> None:
     server = Server([fault])
     assert append(server, [1, 2, 3], Tail()) == 3

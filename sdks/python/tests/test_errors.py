@@ -26,6 +26,7 @@ EVERY_REASON = {
     "MODEL_MISMATCH": ("FAILED_PRECONDITION", kakeya.ModelMismatch, kakeya.ServerError),
     "JOURNAL_FULL": ("RESOURCE_EXHAUSTED", kakeya.JournalFull, kakeya.RetryableError),
     "JOURNAL_AWAY": ("UNAVAILABLE", kakeya.JournalAway, kakeya.RetryableError),
+    "SESSION_ELSEWHERE": ("UNAVAILABLE", kakeya.SessionElsewhere, kakeya.RetryableError),
     "HISTORY_LIMIT": ("RESOURCE_EXHAUSTED", kakeya.HistoryLimit, kakeya.CallerError),
     "APPEND_TOO_LARGE": ("RESOURCE_EXHAUSTED", kakeya.AppendTooLarge, kakeya.CallerError),
     "STREAM_TAKEN_OVER": ("ABORTED", kakeya.StreamTakenOver, kakeya.CallerError),

@@ -20,8 +20,8 @@ HistoryPiece InternalError InvalidArgument InvalidConstraint InvalidMessages Inv
 InvariantViolated JournalAway JournalFull JsonSchema KakeyaError Lark LayerWindow Mac Mode ModelMismatch Named
 NoCapacity NonFiniteLogits OutOfMemory Overloaded Progress ProtocolError QuotaExceeded Regex RequestIdReused
 RestorationFailed Restored RetryPolicy RetryableError ServerError ServerInfo Session SessionBusy SessionClosed
-SessionEvicted SessionInfo SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason Strategy
-StreamTakenOver TLS TLSFailed TemplateError TextResult TextStream Thought Tiered TokenDetail TokenOutOfRange
+SessionElsewhere SessionEvicted SessionInfo SessionNotFound SessionSummary SinkWindow SlowConsumer StateError StopReason
+Strategy StreamTakenOver TLS TLSFailed TemplateError TextResult TextStream Thought Tiered TokenDetail TokenOutOfRange
 TokenizerError ToolCallError ToolFormatUnknown TopLogprob TransportError Unauthenticated Usage
 """
 

@@ -20,6 +20,7 @@ import {
   KakeyaError,
   ProtocolError,
   ServerError,
+  SessionElsewhere,
   StateError,
   TransportError,
 } from "./errors.js";
@@ -269,7 +270,7 @@ export class Append {
 
 /** After these the client does not know whether the request took effect. */
 function isFateOpen(error: KakeyaError): boolean {
-  if (error instanceof JournalAway) return error.isPending;
+  if (error instanceof JournalAway || error instanceof SessionElsewhere) return error.isPending;
   const kinds = [TransportError, DeadlineExceeded, ServerError, StateError];
   return error.wasSent && kinds.some((kind) => error instanceof kind);
 }

@@ -5,7 +5,7 @@ import { Code, ConnectError } from "@connectrpc/connect";
 import { afterEach, expect, test } from "vitest";
 
 import { failure } from "../testing/moves.js";
-import { away, draining, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
+import { away, draining, elsewhere, mismatch, scripted, type Script, type Scripted } from "../testing/scripted.js";
 import { ErrorInfoSchema } from "./generated/google/rpc/error_details_pb.js";
 import type { ForkSessionRequest, GenerateRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import * as kakeya from "./index.js";
@@ -230,7 +230,7 @@ test("an append that a drain refused has appended nothing, and says so", async (
  * comes.
  */
 function history(
-  fates: ("answered" | "lost" | "unanswered" | "pending" | "gone")[],
+  fates: ("answered" | "lost" | "unanswered" | "pending" | "elsewhere" | "gone")[],
   options: { knowsIds: boolean; ids?: number },
 ): Script {
   const known = new Map<string, bigint>();
@@ -252,13 +252,14 @@ function history(
         known.set(id, length);
         if (fate === "unanswered") server.cut();
         if (fate === "pending") throw away(true);
+        if (fate === "elsewhere") throw elsewhere(true);
       }
       return { historyLength: length };
     },
   };
 }
 
-test.each(["lost", "unanswered", "pending"] as const)(
+test.each(["lost", "unanswered", "pending", "elsewhere"] as const)(
   "an append that was %s goes where it belongs, whatever the length",
   async (fate) => {
     const session = await (await serve(history([fate], { knowsIds: true, ids: 2 }))).createSession();

@@ -13,7 +13,7 @@
  *     │   └── InvalidTool, ToolFormatUnknown, ToolCallError      from @kakeya/runtime/tools
  *     ├── RetryableError              wait (`retryAfterSeconds`) and try again
  *     │   ├── SessionBusy, NoCapacity, OutOfMemory, Overloaded, QuotaExceeded, Draining, EngineStalled
- *     │   └── JournalFull, JournalAway
+ *     │   └── JournalFull, JournalAway, SessionElsewhere
  *     ├── ServerError                 the server's fault
  *     │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
  *     │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
@@ -271,6 +271,18 @@ export class JournalAway extends RetryableError {
   }
 }
 
+/**
+ * Another server has the session, and lets go of it: the same call again finds it.
+ *
+ * `isPending`: the call was done where it was, and whether it counts is open; the same call again does nothing twice.
+ * Else it changed nothing.
+ */
+export class SessionElsewhere extends RetryableError {
+  get isPending(): boolean {
+    return this.metadata["pending"] === "true";
+  }
+}
+
 /** The server is at fault. */
 export class ServerError extends KakeyaError {}
 
@@ -393,6 +405,7 @@ const NAMES = new Map<unknown, string>(
     OutOfMemory,
     JournalFull,
     JournalAway,
+    SessionElsewhere,
     ServerError,
     InvariantViolated,
     NonFiniteLogits,

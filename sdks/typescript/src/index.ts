@@ -49,6 +49,7 @@ export {
   ServerError,
   SessionBusy,
   SessionClosed,
+  SessionElsewhere,
   SessionEvicted,
   SessionNotFound,
   SlowConsumer,

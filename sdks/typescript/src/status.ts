@@ -38,6 +38,7 @@ export const CLASS_BY_REASON: Readonly<Record<string, ErrorClass>> = {
   ENGINE_STALLED: errors.EngineStalled,
   JOURNAL_FULL: errors.JournalFull,
   JOURNAL_AWAY: errors.JournalAway,
+  SESSION_ELSEWHERE: errors.SessionElsewhere,
   OUT_OF_MEMORY: errors.OutOfMemory,
   INV1: errors.InvariantViolated,
   INV2: errors.InvariantViolated,

@@ -66,6 +66,16 @@ export function away(isPending: boolean): ConnectError {
   ]);
 }
 
+export function elsewhere(isPending: boolean): ConnectError {
+  return new ConnectError("the journal cannot be reached", Code.Unavailable, undefined, [
+    {
+      desc: ErrorInfoSchema,
+      value: { domain: "kakeya.v1", reason: "SESSION_ELSEWHERE", metadata: { pending: String(isPending) } },
+    },
+    { desc: RetryInfoSchema, value: { retryDelay: { seconds: 0n, nanos: 10_000_000 } } },
+  ]);
+}
+
 /** What a server answers whose history is not as long as expected. */
 export function mismatch(actual: bigint, expected?: bigint): ConnectError {
   const lengths = { actual: String(actual), ...(expected === undefined ? {} : { expected: String(expected) }) };

@@ -25,6 +25,7 @@ from kakeya._errors import (
     KakeyaError,
     ProtocolError,
     ServerError,
+    SessionElsewhere,
     StateError,
     TransportError,
 )
@@ -150,7 +151,7 @@ class Append:
             except (TransportError, DeadlineExceeded, ServerError, StateError) as error:
                 is_in_doubt, failure = is_in_doubt or error._was_sent, error
             except KakeyaError as error:  # refused: this attempt changed nothing, unless it says otherwise
-                is_in_doubt |= isinstance(error, JournalAway) and error.is_pending
+                is_in_doubt |= isinstance(error, JournalAway | SessionElsewhere) and error.is_pending
                 failure = error
             else:
                 patience.answered()

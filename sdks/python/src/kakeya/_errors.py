@@ -12,7 +12,8 @@
     │   ├── InvalidMessages, TemplateError, TokenizerError     from kakeya.tokenization
     │   └── InvalidTool, ToolFormatUnknown, ToolCallError      from kakeya.tools
     ├── RetryableError              wait (`retry_after_seconds`) and try again
-    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, JournalAway, Draining, EngineStalled
+    │   └── SessionBusy, NoCapacity, OutOfMemory, Overloaded, JournalFull, JournalAway, SessionElsewhere,
+    │   │   Draining, EngineStalled
     ├── ServerError                 an error in the server
     │   ├── InvariantViolated, NonFiniteLogits, RestorationFailed, InternalError, ProtocolError
     │   └── HistoryBehindClient, HistoryCorrupt, ModelMismatch
@@ -282,6 +283,18 @@ class JournalAway(RetryableError):
 
     `is_pending`: whether this call counts is open until then, and the same call again does nothing twice; else it
     changed nothing.
+    """
+
+    @property
+    def is_pending(self) -> bool:
+        return self.metadata.get("pending") == "true"
+
+
+class SessionElsewhere(RetryableError):
+    """Another server has the session, and lets go of it: the same call again finds it.
+
+    `is_pending`: the call was done where it was, and whether it counts is open; the same call again does nothing twice.
+    Else it changed nothing.
     """
 
     @property

@@ -59,6 +59,7 @@ _BY_REASON: dict[str, type[errors.KakeyaError]] = {
     "ENGINE_STALLED": errors.EngineStalled,
     "JOURNAL_FULL": errors.JournalFull,
     "JOURNAL_AWAY": errors.JournalAway,
+    "SESSION_ELSEWHERE": errors.SessionElsewhere,
     "OUT_OF_MEMORY": errors.OutOfMemory,
     "INV1": errors.InvariantViolated,
     "INV2": errors.InvariantViolated,

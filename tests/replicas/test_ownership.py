@@ -1,0 +1,205 @@
+"""Servers that share a database: a session is one server's at a time, and goes on at another when that is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+import kakeya
+from inference_engine.engine import Engine
+from inference_engine.errors import ConfigError, QuotaExceeded, SessionElsewhere
+from inference_engine.metrics import EngineMetrics
+from inference_engine.session.postgres_journal import PostgresJournal
+from inference_engine.types import Durability, GenerateParams, TokenCommitted
+from kakeya.v1 import runtime_pb2 as pb
+from tests.kept import WEIGHTS, Database, saved
+from tests.load.scripted import scripted_engine
+from tests.server.wire import HISTORY, Details, connected, read_rest, refused, serving, until
+
+ELSEWHERE = "UNAVAILABLE SESSION_ELSEWHERE"
+# A server that was taken for dead loses the connection by which it commits, too.
+PASSING = (ELSEWHERE, "UNAVAILABLE JOURNAL_AWAY")
+PROMPT = list(range(3, 43))
+
+
+@contextmanager
+def replica(
+    database: Database, name: str, *, lease_seconds: float = 5.0, **settings: Any
+) -> Iterator[tuple[Engine, Any]]:
+    """A server's engine, and its journal. It is stopped in order at the end."""
+    metrics = EngineMetrics()
+    journal = PostgresJournal(
+        database.dsn,
+        Durability.PROCESS,
+        weights=WEIGHTS,
+        metrics=metrics,
+        replica=name,
+        lease_seconds=lease_seconds,
+    )
+    with scripted_engine(journal=journal, metrics=metrics, state_dir=name, **settings) as engine:
+        yield engine, journal
+
+
+def brought(engine: Engine, session_id: str) -> None:
+    """As calls do that an SDK repeats."""
+    for _ in range(400):
+        try:
+            engine.recall(session_id)
+        except SessionElsewhere as error:
+            time.sleep(error.retry_after_seconds or 0)
+        else:
+            return
+    raise AssertionError("the other server does not let go of the session")
+
+
+async def until_there(call: Callable[[], Awaitable[Any]]) -> Any:
+    """As an SDK: again, as long as another server has the session."""
+    for _ in range(1000):
+        try:
+            return await call()
+        except grpc.aio.AioRpcError as error:
+            if Details(error).reason not in PASSING:
+                raise
+            await asyncio.sleep(0.03)
+    raise AssertionError("the other server does not let go of the session")
+
+
+def test_a_session_goes_to_the_server_that_is_asked_and_back(database: Database) -> None:
+    with replica(database, "one") as (one, _), replica(database, "two") as (two, _):
+        session = one.create_session().session_id
+        one.append(session, PROMPT)
+        list(one.generate(session, GenerateParams(max_tokens=5)))
+        saved(one)
+        for engine, added in ((two, 3), (one, 2), (two, 1)):
+            before = two.kept_session_info(session).history_length
+            brought(engine, session)
+            assert engine.session_info(session).history_length == before
+            engine.append(session, range(added))
+            saved(engine)
+            other = one if engine is two else two
+            with pytest.raises(Exception, match="session"):
+                other.session_info(session)
+        assert one.kept_session_info(session).history_length == len(PROMPT) + 5 + 6
+
+
+async def test_a_server_keeps_a_session_while_it_generates_and_lets_go_of_it_then(database: Database) -> None:
+    with replica(database, "one") as (one, _), replica(database, "two") as (two, _):
+        async with (
+            serving(one) as here,
+            serving(two) as there,
+            connected(here) as client,
+            connected(there) as other,
+            kakeya.AsyncClient(there.target) as agents,
+        ):
+            session = await client.open_endless()
+            stream = client.stream(pb.GenerateRequest(session_id=session, max_tokens=30_000))
+            await stream.read()
+            away = await refused(other.append(session, [1]))
+            assert away.reason == ELSEWHERE
+            assert away.retry_info is not None and away.retry_info.retry_delay.ToMilliseconds() == 30
+            assert away.error_info is not None and away.error_info.metadata["pending"] == "false"
+            look = await other.info(session)  # a look takes no session away
+            assert look.history_length >= len(HISTORY)
+            await stream.read()
+            mine = await agents.create_session()
+            await mine.append(HISTORY)
+            stream.cancel()
+            length = await until_there(lambda: other.append(session, [1, 2]))
+            assert (await other.info(session)).history_length == length
+            listed = (await client.call("ListSessions", pb.ListSessionsRequest())).sessions
+            assert {one.session_id for one in listed} == {session, mine.id}
+
+
+async def test_a_server_that_was_taken_for_dead_tells_nothing_stale_and_goes_on_without_its_sessions(
+    database: Database,
+) -> None:
+    with replica(database, "one") as (one, journal), replica(database, "two") as (two, _):
+        async with serving(one) as here, serving(two) as there, connected(here) as client, connected(there) as other:
+            session, streaming, idle = await client.open(), await client.open_endless(), await client.open()
+            stream = client.stream(pb.GenerateRequest(session_id=streaming, max_tokens=30_000))
+            frames = [await stream.read()]
+            # Its lock is gone, as after its connection, and its lease is over; it has not noticed yet.
+            journal._lease._sure_until = 0.0
+            database.say("update kakeya.replicas set until = '-infinity' where name = 'one'")
+            assert await other.append(session, [1, 2, 3]) == len(HISTORY) + 3
+            answers = await asyncio.gather(
+                client.info(session),
+                client.append(session, [9], request_id=os.urandom(16), expected_history_length=len(HISTORY)),
+                client.call("ReadHistory", pb.ReadHistoryRequest(session_id=session)),
+                return_exceptions=True,
+            )
+            for answer in answers:  # by then it may have noticed: then it says what is true now
+                if isinstance(answer, grpc.aio.AioRpcError):
+                    details: Any = Details(answer)
+                    assert details.reason in PASSING or details.error_info.metadata["actual"] == f"{len(HISTORY) + 3}"
+                else:
+                    info: Any = answer
+                    assert info.history_length == len(HISTORY) + 3
+            assert (await refused(read_rest(stream, into=frames))).reason == ELSEWHERE
+            # It has its model still, and new sessions; those that no other server took come back.
+            await until(lambda: not one.is_away)
+            assert await client.length(idle) == len(HISTORY)
+            assert await client.append(idle, [1]) == len(HISTORY) + 1
+            assert await client.length(await client.open()) == len(HISTORY)
+            received = [frame.token_id for frame in frames if frame.HasField("token_id")]
+            kept = (await other.call("ReadHistory", pb.ReadHistoryRequest(session_id=streaming))).token_ids
+            assert list(kept)[len(HISTORY) :][: len(received)] == received
+            assert await other.length(session) == len(HISTORY) + 3
+
+
+async def test_an_idle_server_that_was_taken_for_dead_says_what_is_true_now(database: Database) -> None:
+    """It was stopped, and has not heard of anything since."""
+    with replica(database, "one") as (one, journal), replica(database, "two") as (two, _):
+        async with serving(one) as here, serving(two) as there, connected(here) as client, connected(there) as other:
+            sessions = [await client.open() for _ in range(3)]
+            journal._lease._is_stopping.set()
+            journal._lease._thread.join()
+            journal._lease._sure_until = 0.0
+            database.say("update kakeya.replicas set until = '-infinity' where name = 'one'")
+            for session in sessions:
+                await other.append(session, [1, 2, 3])
+            wrong = pb.AppendTokensRequest(session_id=sessions[0], token_ids=[1], expected_history_length=99)
+            assert (await refused(client.call("AppendTokens", wrong))).reason in PASSING
+            assert await until_there(lambda: client.length(sessions[1])) == len(HISTORY) + 3
+            read = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=sessions[2]))
+            assert list(read.token_ids) == [*HISTORY, 1, 2, 3]
+            assert one.metrics.journal_lost._value.get() == 1
+
+
+def test_limits_of_an_owner_hold_for_all_servers_within_some_seconds(database: Database) -> None:
+    limits = {"kept_sessions_per_owner": 3, "kept_tokens_per_owner": 1000}
+    with replica(database, "one", **limits) as (one, of_one), replica(database, "two", **limits) as (two, of_two):
+        for engine in (one, two):
+            engine.append(engine.create_session().session_id, PROMPT)
+            saved(engine)
+        for journal in (of_one, of_two):
+            journal._count_again()
+            assert journal.kept_by("").sessions == 2
+        one.create_session()
+        saved(one)
+        of_two._count_again()
+        with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner"):
+            two.create_session()
+
+
+def test_a_name_is_one_server_s_and_one_that_stops_in_order_leaves_all_at_once(database: Database) -> None:
+    with replica(database, "one", lease_seconds=60) as (one, _), replica(database, "two", lease_seconds=60) as (two, _):
+        with pytest.raises(ConfigError, match=r"another server of the name 'one'.*--replica"), replica(database, "one"):
+            pass
+        session = one.create_session().session_id
+        one.append(session, PROMPT)
+        generation = iter(one.generate(session, GenerateParams(max_tokens=30)))
+        said = [event.token_id for event in generation if isinstance(event, TokenCommitted)]
+        one.close()
+        two.recall(session)
+        assert two.read_history(session).token_ids.tolist() == PROMPT + said
+    with replica(database, "one", lease_seconds=60) as (one, _):
+        one.recall(session)
+        assert one.session_info(session).history_length == len(PROMPT) + 30
