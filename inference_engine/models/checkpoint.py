@@ -222,6 +222,8 @@ _ROOTS = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    # As a model without its head is saved: transformers reads it for one with a head, too.
+    *((f"{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm")),
 )
 _MIXTRAL = re.compile(r"\.block_sparse_moe\.(?:(?P<expert>experts\.\d+)\.(?P<part>w[123])\.)?")
 # LFM2's mixtures.

@@ -327,6 +327,9 @@ def load_model(
 
         model = load_quantised(checked.folder, layout, config, getattr(torch, dtype), attention)
     else:
+        from inference_engine.models.checkpoint import SafetensorsCheckpoint
+
+        SafetensorsCheckpoint(checked.folder)  # raises if two tensors are one of the model; transformers takes either
         model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
     model.requires_grad_(requires_grad=False)
     if device != "cpu":

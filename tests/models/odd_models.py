@@ -116,6 +116,11 @@ def swapped(index: Config) -> None:
     index["metadata"]["total_size"] = 7
 
 
+def without_its_root(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+
 def mixed(tensors: Tensors) -> None:
     types = (torch.float32, torch.bfloat16, torch.float16)
     for number, name in enumerate(sorted(tensors)):
@@ -262,6 +267,14 @@ ODD: Mapping[str, Odd] = {
         refusal=r"no tensor model\.embed_tokens\.weight",
     ),
     # -- tensors
+    "names of a model without its head": folder_of("llama", without_its_root),
+    "names of a model without its head, and a head": folder_of("qwen2", without_its_root),
+    "a layer of both names": folder_of(
+        "llama",
+        lambda own: own.update({"layers.1.mlp.up_proj.weight": noise(96, 64)}),
+        served_by=(),
+        refusal=r"layers\.1\.mlp\.up_proj",
+    ),
     "types mixed": folder_of("qwen3", mixed),
     "a tensor too many": folder_of(
         "llama",
@@ -502,6 +515,7 @@ REPEATED = (
     "nothing about ties, no head",
     "not tied, the same head",
     "a bias of one product",
+    "names of a model without its head, and a head",
     "biases",
     "layers with a window that is not used",
     "an inner size that the tensors lack",

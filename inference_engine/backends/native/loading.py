@@ -133,10 +133,10 @@ def _tried(config: ModelConfig, checked: CheckedFolder, admitted: Admitted, libr
 def check_stored(stored: Path) -> None:
     """Raise NotNative unless the kernels can hold what each matrix is stored as. Reads headers alone.
 
-    stored: the GGUF file, or the folder of safetensors.
+    stored: the GGUF file, or the folder of safetensors. Raises ModelError if nothing can read it.
     """
+    checkpoint = open_checkpoint(stored)
     try:
-        checkpoint = open_checkpoint(stored)
         for name in checkpoint.names():
             if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
                 packed_format(name, tensor, "auto")
