@@ -25,6 +25,7 @@ BENCHMARKS = (
     "tests/laboratory/bench/test_cpu.py",
     "tests/laboratory/bench/test_gpu_benches.py",
     "tests/laboratory/bench/test_hibernation_bench.py",
+    "tests/laboratory/bench/test_hybrids_bench.py",
     "tests/laboratory/bench/test_journal_bench.py",
     "tests/laboratory/bench/test_kept_sessions_bench.py",
     "tests/laboratory/bench/test_latent_attention_bench.py",

@@ -54,6 +54,7 @@ EXPERIMENTS = {
     "hibernation": Experiment("laboratory.bench.hibernation", "a first token from a session's file, beside a prefill"),
     "host": Experiment("laboratory.bench.host", "what a decode step takes on the host beside its native call"),
     "hostile": Experiment("tests.hostile.bench", "what a victim notices of attacks on its server"),
+    "hybrids": Experiment("laboratory.bench.hybrids", "recurrent states natively and by modules, beside transformers"),
     "journal": Experiment("laboratory.bench.journal", "what it costs that sessions outlive the process"),
     "kept-sessions": Experiment("laboratory.bench.kept_sessions", "more sessions than there is room for, kept in turn"),
     "expanded-attention": Experiment(
