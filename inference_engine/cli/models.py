@@ -167,8 +167,8 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     kinds = layer_types(text)
     windowed = kinds.count("sliding_attention")
     reading = getattr(text, "num_kv_shared_layers", 0)
-    keeping = [(own, kind) for own, kind in zip(text.per_layer_config, kinds, strict=False) if has_attention(kind)]
-    kept = [_kept(text, own, kind) for own, kind in keeping[: len(keeping) - reading]]
+    keeping = [number for number, kind in enumerate(kinds) if has_attention(kind)]
+    kept = [kept_of(text, kinds, number) for number in keeping[: len(keeping) - reading]]
     entry_values = sum(count for count, _ in kept)
     keep = dict.fromkeys(said for _, said in kept)
     depth = f"{layers}, {windowed} of them see {text.sliding_window} positions" if windowed else str(layers)
@@ -209,11 +209,14 @@ def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verif
     ]
 
 
-def _kept(text: Any, layer: Any, kind: str) -> tuple[int, str]:
-    """How many numbers a layer keeps of a token, and of which heads. layer: its configuration; kind: its type."""
+def kept_of(text: Any, kinds: Sequence[str], number: int) -> tuple[int, str]:
+    """How many numbers a layer keeps of a token, and of which heads. kinds: the types of all layers."""
+    layer, kind = text.per_layer_config[number], kinds[number]
     heads = layer.num_attention_heads
     if rank := getattr(layer, "kv_lora_rank", None):
-        index = layer.index_head_dim if kind == "indexed_attention" else 0
+        indexers = getattr(text, "indexer_types", None)
+        has_indexer = kind == "indexed_attention" and (indexers is None or indexers[number] == "full")
+        index = layer.index_head_dim if has_indexer else 0
         width = rank + layer.qk_rope_head_dim + index
         return width, f"1 for K and V in one, of {width} values"
     kv_heads = getattr(layer, "num_key_value_heads", None) or heads

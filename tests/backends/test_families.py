@@ -52,6 +52,8 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+INDEXER: dict[str, Any] = {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 16}
+
 SERVED: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt_neox": {"num_key_value_heads": None},  # a quarter of each head rotated, one projection for all three
@@ -95,6 +97,8 @@ SERVED: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, **LATENT},
     "deepseek_v3": LATENT,
+    "deepseek_v32": {**LATENT, **INDEXER},
+    "glm_moe_dsa": {**LATENT, **INDEXER, "indexer_types": ["full", "shared"] * 2},
     "qwen3_5": {  # the same
         "text_config": {**SIZES, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},
@@ -114,7 +118,6 @@ FIRST = ("llama", "gpt_neox", "smollm3", "qwen3", "gemma3", "gemma4", "deepseek_
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "llama4": ({"text_config": SIZES}, "chunked_attention"),
     "llama4_text": (SIZES, "chunked_attention"),
-    "deepseek_v32": ({**SIZES, "num_key_value_heads": 4}, "chooses the tokens that attention reads by an indexer"),
     "minimax": (SIZES, ""),
     "gptj": (_OLD_SIZES, "another attention function"),
     "gpt2": (_OLD_SIZES, "in 0 of them"),

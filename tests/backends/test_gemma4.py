@@ -10,6 +10,7 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import Twin, TwinSizes, _in_chunks, admit_config
+from inference_engine.cli.models import kept_of
 from inference_engine.errors import InvalidArgument, ModelError
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models import seam
@@ -169,6 +170,7 @@ def test_values_made_of_keys_are_stored_once_and_give_the_logits_of_both(
         layer.shared_dim for layer in sliding
     )
     assert wide.entry_bytes(2) == 0.625 * 2 * 2 * wide.head_dim
+    assert kept_of(own.config, own.config.layer_types, 3)[0] == wide.entry_bytes(1)
     traits = admitted_once(own.config, type(own)).traits
 
     def logits() -> torch.Tensor:

@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 from inference_engine.backends.twin import admit_config, model_class
+from inference_engine.cli.models import kept_of
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, ModelError
@@ -20,6 +21,7 @@ from inference_engine.kernels.topk import topk_by_sorting
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models.indexer import IndexedQueries, IndexedStep, StepIndexer
 from inference_engine.models.latent_attention import HeadHalves, LatentQueries
+from inference_engine.models.layer_types import layer_types
 from tests.admissions import admitted_once
 from tests.backends.small_families import COUNT, forward_of, ids_of, own_model
 from tests.backends.test_latent_families import KINDS, RANK, ROTATED, SIZES, config_of
@@ -66,6 +68,16 @@ def test_index_keys_are_counted_forks_and_tokens_stay_within_the_bound_and_other
         ):
             with pytest.raises(InvalidArgument, match="chooses among all of them, by an indexer"):
                 engine.create_session(strategy=parse_strategy(strategy))
+
+
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", further("deepseek_v3")])
+def test_models_show_says_of_a_token_what_is_stored(kind: str) -> None:
+    config = config_of(kind)
+    own = own_model(model_class(config), config)
+    geometry = forward_of(own, admitted_once(config, model_class(config))).geometry(**PAGES)
+    kinds = layer_types(config)
+    said = [kept_of(config, kinds, number)[0] for number in range(len(kinds))]
+    assert said == [layer.entry_bytes(1) for layer in geometry.layers]
 
 
 def test_how_many_tokens_are_read_changes_what_a_session_says() -> None:

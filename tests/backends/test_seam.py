@@ -108,6 +108,7 @@ SERVED: list[Any] = [
     further(Gemma4UnifiedForConditionalGeneration, Gemma4UnifiedConfig()),
     further(Gemma3nForCausalLM, Gemma3nTextConfig()),
     (DeepseekV3ForCausalLM, DeepseekV3Config()),  # keys and values of one vector, experts behind three dense layers
+    (DeepseekV32ForCausalLM, DeepseekV32Config()),  # and an indexer that chooses what is read
 ]
 REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     (BloomForCausalLM, BloomConfig(), "rotate"),
@@ -121,7 +122,6 @@ REFUSED: list[tuple[type[PreTrainedModel], PretrainedConfig, str]] = [
     ),
     (GPTJForCausalLM, GPTJConfig(), "does not run with another attention function"),
     (FalconForCausalLM, FalconConfig(), "does not run with another attention function"),
-    (DeepseekV32ForCausalLM, DeepseekV32Config(), "by an indexer of its own"),
     (Llama4ForCausalLM, Llama4TextConfig(), "chunked_attention"),
     (BartForCausalLM, BartConfig(), "encoder"),
     (GPT2LMHeadModel, GPT2Config(), "in 0 of them"),
