@@ -258,7 +258,7 @@ BUGS = (
     Bug(
         "a commit to the database is not fenced",
         "inference_engine/session/postgres_journal.py",
-        '            self._db.execute("select fence(?, ?, ?)", (self._name, self._epoch, number))\n',
+        '            self._db.execute("select fence(?, ?, ?)", (self._replica, self._tables.epoch, number))\n',
         "",
         (POSTGRES,),
     ),

@@ -57,7 +57,7 @@ class Early(KeptJournal):
 
     def _commit(self, changes: Any) -> None:
         time.sleep(0.02)
-        super()._commit(changes)  # type: ignore[misc]  # of the journal beside it
+        super()._commit(changes)
 
     @staticmethod
     def _all_sent(saved: Any) -> Any:
