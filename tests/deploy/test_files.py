@@ -139,8 +139,8 @@ def test_every_command_is_one_that_its_parser_takes(subtests: pytest.Subtests) -
     parsers = dict(commands())
     container = stateful_set()
     given = [
-        *([each["command"] for each in compose()["services"].values() if "command" in each]),
-        *([each["args"] for each in (*container["containers"], *container["initContainers"])]),
+        *(each["command"] for name, each in compose()["services"].items() if "command" in each and name != "envoy"),
+        *(each["args"] for each in (*container["containers"], *container["initContainers"])),
         json.loads(re.findall(r"^CMD (\[.*\])$", read(DOCKERFILE), re.MULTILINE)[0]),
         shlex.split(re.findall(r"^ExecStart=\S+/kakeya (.*)$", read(SERVICE), re.MULTILINE)[0]),
     ]
@@ -211,6 +211,20 @@ def test_every_front_hashes_by_the_header_that_the_sdks_send() -> None:
         ("../kubernetes/gateway.yaml", f"header: {{name: {ROUTE_HEADER}}}"),
     ):
         assert form in read(PROXIES / name), name
+
+
+def test_the_change_for_several_servers_is_one_of_the_stateful_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    (change,) = manifests("replicas")
+    whole = next(each for each in manifests("kakeya") if each["kind"] == "StatefulSet")
+    (container,), (changed,) = (each["spec"]["template"]["spec"]["containers"] for each in (whole, change))
+    assert changed.keys() == {"name", "env"}
+    assert changed["name"] == container["name"]
+    whole["spec"]["replicas"] = change["spec"]["replicas"]
+    container["env"] += changed["env"]
+    for version in KUBERNETES:
+        kubernetes_validate.validate(whole, version, strict=True)
+    shared = {each["name"]: "one" for each in changed["env"]} | {"KAKEYA_JOURNAL": "postgres:dbname=kakeya"}
+    settings_of({**environments()["kubernetes"], **shared}, monkeypatch)
 
 
 @pytest.mark.parametrize("version", KUBERNETES)

@@ -18,6 +18,7 @@ from inference_engine.kv.strategies.full import Full
 from kakeya import TLS, AsyncClient, AsyncSession, Client, RetryPolicy
 from kakeya.v1 import runtime_pb2 as pb
 from tests.deploy.fronts import FRONTS, Envoy, Front, Upstream, free_port, front
+from tests.deploy.test_files import COMPOSE, load
 from tests.further import further_test
 from tests.load.kills import ROOT, Agents, NodeAgents, Nursery, has_node_agents, kill_often, nurseries
 from tests.load.scripted import solo_of
@@ -194,6 +195,23 @@ async def session_on(server: Upstream, agent: AsyncClient) -> AsyncSession:
             if session.id in {each.id async for each in alone.sessions()}:
                 return session
     raise AssertionError("none of 100 sessions came to this server")
+
+
+@further_test
+def test_envoy_of_compose_with_a_database_sends_what_a_dead_server_had_to_the_other(
+    tmp_path: Path, start: Callable[..., Server]
+) -> None:
+    (dead, first), (_, second) = [start() for _ in range(2)]
+    opened = Envoy(tmp_path, (first, second))
+    opened.arguments = load(COMPOSE / "postgres.yaml")["services"]["envoy"]["command"][2:]
+    try:
+        opened.start()
+        dead.kill()
+        with sdk(opened) as client:
+            for _ in range(SESSIONS):
+                assert client.create_session().append(HISTORY) == len(HISTORY)
+    finally:
+        opened.stop()
 
 
 @further_test
