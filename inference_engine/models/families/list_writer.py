@@ -179,8 +179,8 @@ class ListWriter:
             raise NoStepListError(f"layer {layer.index}: {state.value_heads} heads share {state.key_heads} keys")
         if any(size % LANES for size in (state.channels, state.key_dim, state.value_dim)):
             raise NoStepListError(
-                f"layer {layer.index}: a state of heads of {state.key_dim} by {state.value_dim} numbers; they must be "
-                f"multiples of {LANES}"
+                f"layer {layer.index}: a state of {state.channels} channels, in heads of {state.key_dim} by "
+                f"{state.value_dim} numbers; they must be multiples of {LANES}"
             )
         self.states.append(state)
         return len(self.states) - 1
