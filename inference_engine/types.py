@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from typing import TYPE_CHECKING
 
 from inference_engine.errors import InvalidArgument, InvalidConstraint
+
+if TYPE_CHECKING:  # who reads the command line alone does not wait for numpy
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_SEQUENCES = 64
@@ -115,6 +117,8 @@ class TokenSet:
         """Equal sets are equal, however they are given. ranges: [n, 2], the first id and the one behind the last; an
         empty range holds nothing.
         """
+        import numpy as np
+
         ids, given = np.array(token_ids, dtype=np.int64), np.array(ranges, dtype=np.int64).reshape(-1, 2)
         given = given[given[:, 0] < given[:, 1]]
         firsts = np.sort(np.concatenate([ids, given[:, 0]]))
@@ -127,6 +131,8 @@ class TokenSet:
     @property
     def ranges(self) -> NDArray[np.int64]:
         """[n, 2]: the first id of each and the one behind its last."""
+        import numpy as np
+
         return np.frombuffer(self.packed, dtype=np.int64).reshape(-1, 2)
 
 

@@ -28,7 +28,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client.exposition import choose_encoder
@@ -38,7 +38,9 @@ from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.server.address import Address, cannot_bind, names_this_machine, resolve_bind
 from inference_engine.server.dashboard import SAMPLE_SECONDS, Dashboard
-from inference_engine.server.tls import Certificates
+
+if TYPE_CHECKING:
+    from inference_engine.server.tls import Certificates
 
 PAGE = {
     "/dashboard": ("index.html", "text/html; charset=utf-8"),
