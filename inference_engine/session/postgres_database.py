@@ -7,8 +7,10 @@ changes nothing, and who lost the connection at a COMMIT asks for the number.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -16,6 +18,7 @@ from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import errors as pg
+from psycopg.abc import RV, PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from inference_engine.errors import ConfigError
@@ -26,8 +29,10 @@ FORMAT = 1
 FENCED = "KK001"  # a code of our own: PostgreSQL has none that begins so
 _LEAST_VERSION = 140000
 _CONNECT_SECONDS = 5
+_SILENT_MS = 10_000  # after which a database that is asked, or its machine, is given up
 # A transaction that its server leaves open for so long is ended: it may be frozen, and holds rows that others need.
 _IDLE_SECONDS = 5
+_LOOK_SECONDS = 0.1  # between two looks at how long it has been silent
 _PREPARING = 0x4B616B65  # of the advisory lock of who makes the tables
 _SCHEMA = """
 create table facts (name text primary key, value text);
@@ -109,6 +114,44 @@ create function channel_of(who text) returns text language sql immutable as $$ s
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_END = b"\xff\xff"
 _COPY_ROW = struct.Struct(">hiqiiiqi")  # of four columns, each behind its length: session, entry, position, body
+
+
+class _Silent(psycopg.OperationalError):
+    """The database may be frozen, or no packet comes through."""
+
+
+class _Connection(psycopg.Connection[tuple[Any, ...]]):
+    """One whose database says nothing for `patience` seconds while it is asked is closed: TCP finds a machine that is
+    gone, not a database that is frozen."""
+
+    patience = math.inf
+
+    def wait(self, gen: PQGen[RV], interval: float = _LOOK_SECONDS, timeout: float | None = None) -> RV:
+        """timeout: of one who listens; then silence is usual."""
+        try:
+            if timeout is not None:
+                return super().wait(gen, interval, timeout)
+            return super().wait(_answered(gen, self.patience), interval)
+        except _Silent:
+            self.close()
+            raise
+
+
+def _answered(gen: PQGen[RV], patience: float) -> PQGen[RV]:
+    """As `gen`. Raises _Silent."""
+    ends = time.monotonic() + patience
+    try:
+        waits_for = next(gen)
+        while True:
+            if ready := (yield waits_for):
+                ends = time.monotonic() + patience
+            elif time.monotonic() > ends:
+                raise _Silent(f"the database says nothing for {patience:g} seconds")
+            waits_for = gen.send(ready)
+    except StopIteration as done:
+        result: RV = done.value
+        return result
+
 
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
 
@@ -224,20 +267,29 @@ def _rows(cursor: psycopg.RawCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...
 
 
 def connect(dsn: str, durability: Durability, name: str) -> PostgresConnection:
-    """Raises psycopg.Error."""
+    """Raises psycopg.Error, as each of its statements after `tcp_user_timeout` without a word from the database."""
     given = conninfo_to_dict(dsn)
     defaults: dict[str, str | int] = {
         "connect_timeout": _CONNECT_SECONDS,
         "application_name": f"kakeya {name}",  # by which `claim` knows it
-        "tcp_user_timeout": 10_000,
+        "tcp_user_timeout": _SILENT_MS,
         "keepalives_idle": 5,
         "keepalives_interval": 2,
         "keepalives_count": 3,
     }
-    connection = psycopg.connect(
+    try:
+        silent_ms = max(0, int(given.get("tcp_user_timeout") or 0)) or _SILENT_MS
+    except ValueError as error:
+        raise psycopg.OperationalError(f"tcp_user_timeout takes milliseconds: {error}") from error
+    connection = _Connection.connect(
         make_conninfo(dsn, **{key: value for key, value in defaults.items() if key not in given}), autocommit=True
     )
-    connection.execute(f"set search_path = kakeya; set idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'")
+    connection.patience = silent_ms / 1000
+    # A lock that a frozen one holds is waited for again, so that none who wait for it are left behind.
+    connection.execute(
+        f"set search_path = kakeya; set idle_in_transaction_session_timeout = '{_IDLE_SECONDS}s'; "
+        f"set lock_timeout = '{silent_ms // 2}ms'"
+    )
     if durability is Durability.PROCESS:  # the database may write it later
         connection.execute("set synchronous_commit = off")
     return PostgresConnection(connection)

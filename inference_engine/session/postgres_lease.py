@@ -57,6 +57,7 @@ class Lease:
         self._is_stopping = threading.Event()
         self.epoch = 0
         self._sure_until = 0.0
+        self._has_lock = True  # of its epoch, once it has one
         self._db = self._connected()
         ends = time.monotonic() + _TAKEN_SECONDS
         while self.renew() is None:
@@ -86,6 +87,7 @@ class Lease:
             ((epoch,),) = self._db.execute("select register(?, ?)", (self._replica, self._seconds))
             if epoch is not None:
                 self.epoch, self._sure_until = epoch, began + self._seconds * _SURE_PART
+                self._has_lock = True
             return None if epoch is None else self.epoch
 
     def stop(self) -> None:
@@ -129,6 +131,8 @@ class Lease:
             )
             if is_ours and epoch == self.epoch:
                 self._sure_until = began + self._seconds * _SURE_PART
+            if not self._has_lock:
+                self._lock_epoch()
         if not is_ours:
             self._on_lost()
             self._is_stopping.wait(_RETRY_SECONDS)
@@ -139,6 +143,12 @@ class Lease:
             with self._lock:
                 self._db.close()
                 self._db = self._connected()
-                list(self._db.execute("select pg_try_advisory_lock(lock_of(?, ?))", (self._replica, self.epoch)))
+                self._lock_epoch()
         except psycopg.Error:
             self._is_stopping.wait(_RETRY_SECONDS)
+
+    def _lock_epoch(self) -> None:
+        """The connection that was lost may have the lock still, where the database has not noticed."""
+        ((self._has_lock,),) = self._db.execute(
+            "select pg_try_advisory_lock(lock_of(?, ?))", (self._replica, self.epoch)
+        )

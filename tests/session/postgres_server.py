@@ -108,6 +108,19 @@ class PostgresServer:
         name = dsn.rpartition("=")[2]
         self.say(f"select pg_terminate_backend(pid) from pg_stat_activity where datname = '{name}'")
 
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """It keeps its connections, and answers nothing."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        pids = [self.pid, *map(int, children)]  # first the one that begins others
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
     def stop(self, signal_number: int = signal.SIGINT) -> None:
         """SIGINT: at once, in order. SIGQUIT: as a crash."""
         if self.process.poll() is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,36 @@ def test_a_look_while_the_database_is_away_is_refused_by_type(database: Database
             journal.look("session-0", OWNER)
         database.cut(is_cut=False)
         assert journal.look("session-0", OWNER)[0].history_length == 3
+
+
+def test_a_database_that_is_frozen_at_a_commit_is_away_until_it_answers_and_has_it_once(database: Database) -> None:
+    """Its connections stay, and nothing comes over them."""
+    place = Database(database.server, f"connect_timeout=1 tcp_user_timeout=700 {database.dsn}")
+    with one_session(place) as journal, ExitStack() as stack:
+        with suppress(JournalAway):
+            journal.look("session-1", OWNER)  # a connection for reading is kept
+        commit = journal._db.commit
+
+        def frozen_commit() -> None:
+            stack.enter_context(database.server.frozen())
+            commit()
+
+        journal._db.commit = frozen_commit
+        journal.append("session-0", 3, ONE, Mark.APPENDED)
+        assert not journal._writer.flush(20, journal.receipt("session-0"))
+        assert journal.is_away and not journal.failure
+        began = time.monotonic()
+        for call in (journal.look, journal.load):
+            with pytest.raises(JournalAway):
+                call("session-1", OWNER)
+        assert time.monotonic() - began < 20
+        stack.close()
+        assert journal._writer.flush(20)
+        assert journal.look("session-0", OWNER)[0].history_length == 4
+        assert journal._lease.epoch == 1, "no other server took its place"
+        ends = time.monotonic() + 10
+        while database.say("select count(*) from pg_locks where locktype = 'advisory'") != [(1,)]:
+            assert time.monotonic() < ends, "others take a server without its lock for dead"
 
 
 def test_copies_of_kv_are_indexed_there_and_their_files_lie_in_a_folder(database: Database, tmp_path: Path) -> None:
