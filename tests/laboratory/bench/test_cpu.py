@@ -24,7 +24,7 @@ from laboratory.bench.cpu import (
     works,
 )
 from laboratory.bench.cpu_contenders import Contender as Running
-from laboratory.bench.made_mixture import CHOSEN, EXPERTS, write_mixture
+from laboratory.bench.made_models import CHOSEN, EXPERTS, write_hybrid, write_mixture
 from tests.models.tiny_folder import logits
 
 
@@ -105,4 +105,12 @@ def test_a_made_mixture_is_a_model_whose_numbers_stay_small(tmp_path: Path) -> N
     write_mixture(tmp_path / "made.gguf", layers=2, hidden=64, vocabulary=96)
     model: Any = load_model(str(tmp_path / "made.gguf"), cache=tmp_path / "cache").model
     assert (model.config.num_experts, model.config.num_experts_per_tok) == (EXPERTS, CHOSEN)
+    assert 0.1 < float(logits(model).abs().mean()) < 10
+
+
+def test_a_made_hybrid_is_a_model_whose_numbers_stay_small(tmp_path: Path) -> None:
+    write_hybrid(tmp_path / "made.gguf", layers=4, hidden=64, vocabulary=96)
+    model: Any = load_model(str(tmp_path / "made.gguf"), cache=tmp_path / "cache").model
+    assert model.config.layer_types == [*["linear_attention"] * 3, "full_attention"]
+    assert model.config.rope_parameters["rope_theta"] == 1e7
     assert 0.1 < float(logits(model).abs().mean()) < 10
