@@ -227,6 +227,10 @@ class Llama(Contender):
         self._several: dict[int, Any] = {}
         self._computed = 0  # entries of the only sequence of `_single` that belong to `history`
         self._saved = ""
+        self._is_cuttable = not (
+            self._lib.llama_model_is_recurrent(self._model) or self._lib.llama_model_is_hybrid(self._model)
+        )
+        self._states: dict[int, Any] = {}  # of histories, where none can be cut
 
     def save_history(self, length: int, file: str) -> int:
         """Compute it once. Entries of another file of the same model cost a decode step as much."""
@@ -248,17 +252,19 @@ class Llama(Contender):
         return steps(times)
 
     def together(self, sessions: int, length: int, count: int) -> list[float]:
-        if sessions not in self._several:
-            context = self._several[sessions] = self._context(sessions * 256, sessions)
-            for session in range(sessions):
-                self._run(context, history(length), range(length), [session] * length, wanted=1)
+        is_new = sessions not in self._several
+        if is_new:
+            self._several[sessions] = self._context(sessions * 256, sessions)
         context, places = self._several[sessions], list(range(sessions))
+        if is_new or not self._is_cuttable:
+            for session in places:
+                self._run(context, history(length), range(length), [session] * length, wanted=1)
         times, token_ids = [], history(sessions)
         for place in range(count + 1):
             token_ids = self._run(context, token_ids, [length + place] * sessions, places, wanted=sessions)
             times.append(time.perf_counter())
         for session in places:
-            self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(context), session, length, -1)
+            self._remove(context, session, length if self._is_cuttable else 0)
         return steps(times)
 
     def first_id(self, count: int) -> float:
@@ -299,14 +305,38 @@ class Llama(Contender):
                 raise RuntimeError("llama.cpp does not read the history that it saved")
             memory = self._lib.llama_get_memory(self._single)
             self._computed = self._lib.llama_memory_seq_pos_max(memory, 0) + 1
+        if self._computed < length and length in self._states:
+            self._restore(length)
         token_ids = history(length)
         if self._computed < length:
             places = range(self._computed, length)
             self._run(self._single, token_ids[self._computed :], places, [0] * len(places), wanted=0)
-        self._cut(length)
+            self._computed = length
+            if not self._is_cuttable:
+                self._states[length] = self._state()
+        if self._computed > length:
+            self._cut(length)
 
     def _cut(self, length: int) -> None:
-        self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(self._single), 0, length, -1)
+        """A recurrent state has no earlier one in it: then nothing is left, and `_reach` restores what it kept."""
+        self._computed = length if self._is_cuttable else 0
+        self._remove(self._single, 0, self._computed)
+
+    def _remove(self, context: Any, sequence: int, length: int) -> None:
+        if not self._lib.llama_memory_seq_rm(self._lib.llama_get_memory(context), sequence, length, -1):
+            raise RuntimeError(f"llama.cpp does not cut a sequence to {length} entries")
+
+    def _state(self) -> Any:
+        size = self._lib.llama_state_seq_get_size(self._single, 0)
+        data = (ctypes.c_uint8 * size)()
+        self._lib.llama_state_seq_get_data(self._single, data, size, 0)
+        return data
+
+    def _restore(self, length: int) -> None:
+        self._cut(0)
+        data = self._states[length]
+        if not self._lib.llama_state_seq_set_data(self._single, data, len(data), 0):
+            raise RuntimeError("llama.cpp does not read the state that it saved")
         self._computed = length
 
     def _run(
