@@ -22,7 +22,7 @@ from inference_engine.engine.results import HistoryLength, SessionForked, Sessio
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.holding import holding
-from inference_engine.session.journal import APPENDED, Journal, ReplyRecord
+from inference_engine.session.journal import APPENDED, OPENED, Journal, ReplyRecord
 from inference_engine.session.replies import Call, Replies, identify
 from inference_engine.session.session import Holder, Session
 from inference_engine.session.store import SessionStore
@@ -162,7 +162,7 @@ class Calls:
             )
 
         append, fork = Holder.APPEND, Holder.FORK
-        self.opened: Repeated[SessionOpened] = kind("opened", opens, replies.page())
+        self.opened: Repeated[SessionOpened] = kind(OPENED, opens, replies.page())
         self.forked: Repeated[SessionForked] = kind("forked", opens, replies.page(most_per_session=1), operation=fork)
         # Not undone: it has ended a session, as a close has.
         self.rewound: Repeated[SessionForked] = kind("rewound", opens, replies.page(most_per_session=1), operation=fork)

@@ -32,6 +32,7 @@ from inference_engine.types import Durability, Mark, TokenUsage
 # ids and log-probabilities of the others by turns.
 Logprobs = NDArray[np.float32]
 APPENDED = "appended"  # the kind of replies to appends; those of the other kinds are few
+OPENED = "opened"  # of a call that made a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Receipt:
     number: int = 0
     is_safe: bool = False
     is_refused: bool = False
-    is_lost: bool = False  # refused, for another server has taken over the session
+    is_lost: bool = False  # refused, for another server has taken over the session, or has answered the call before
 
 
 SAFE = Receipt(is_safe=True)

@@ -26,7 +26,16 @@ from psycopg import errors as pg
 
 from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal import SAFE, CopyBook, Kept, Receipt, Resident, SessionKept
+from inference_engine.session.journal import (
+    OPENED,
+    SAFE,
+    CopyBook,
+    Kept,
+    Receipt,
+    ReplyRecord,
+    Resident,
+    SessionKept,
+)
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.postgres_database import (
     PostgresConnection,
@@ -179,6 +188,14 @@ class PostgresJournal(KeptJournal):
         """Another server wants the session."""
         self._resident.let_go(session_id)
 
+    def reply(self, record: ReplyRecord) -> None:
+        """Of two servers that were sent one CreateSession, the first to commit has answered it."""
+        known, unit = self._open.get(record.session_id), self._unit
+        if record.kind != OPENED or known is None or unit is None or unit.refuse is None:
+            super().reply(record)
+        else:
+            self._record((self._tables.put_first_reply, (known.number, record, unit)), of=known)
+
     def _claim(self, session_id: str, owner: str) -> int:
         term, epoch = self._term, self._lease.epoch
         with self._connection() as db:
@@ -256,6 +273,10 @@ class PostgresJournal(KeptJournal):
             files = self._apply(changes)
         for file in files:
             self._remove_copy(file)
+        repeated, self._tables.repeated = self._tables.repeated, []
+        for unit in repeated:
+            if unit.refuse is not None and unit.refuse():
+                unit.settle(is_safe=False, is_lost=True)
 
     def _apply(self, changes: Sequence[Change]) -> Sequence[str]:
         """Returns the names of files that are no session's copy then."""

@@ -11,11 +11,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 
 from inference_engine.errors import HistoryCorrupt
-from inference_engine.session.journal import CopyRecord, Kept, SessionRecord
+from inference_engine.session.journal import CopyRecord, Kept, ReplyRecord, SessionRecord
 from inference_engine.session.journal_reader import Reader, TailRow
 from inference_engine.session.journal_rows import copy_crc, usage_crc
 from inference_engine.session.journal_tables import Tables
 from inference_engine.session.postgres_database import PostgresConnection
+from inference_engine.session.writer import Unit
 from inference_engine.types import TokenUsage
 
 
@@ -181,6 +182,17 @@ class PostgresTables(Tables):
         tail = PostgresTail(db)
         super().__init__(db, PostgresReader(db, tail, replica), tail, wall_clock)
         self._replica, self.epoch = replica, epoch
+        self._repeats: list[Unit] = []  # of the commit that is being made
+        self.repeated: list[Unit] = []  # of commits that were made: other servers had answered their calls before
+
+    def commit(self) -> list[str]:
+        repeats, self._repeats = self._repeats, []
+        self.repeated += repeats
+        return super().commit()
+
+    def roll_back(self) -> None:
+        self._repeats = []
+        super().roll_back()
 
     def reconnected(self, db: PostgresConnection) -> None:
         self._db = self.tail._db = db
@@ -190,6 +202,7 @@ class PostgresTables(Tables):
         """Other servers have taken over the sessions."""
         self.epoch = epoch
         self.tail.forget()
+        self._repeats.clear()
         self.to_fold.clear()
 
     def note_cut(self) -> None:
@@ -205,6 +218,19 @@ class PostgresTables(Tables):
         self._db.execute(
             "update sessions set replica = ?, epoch = ? where session = ?", (self._replica, self.epoch, number)
         )
+
+    def put_first_reply(self, number: int, record: ReplyRecord, unit: Unit) -> None:
+        """If another server has answered the call meanwhile, which made this session, the session is deleted."""
+        call = record.owner, record.request_id
+        key = f"{record.owner} {record.request_id.hex()}"
+        list(self._db.execute("select pg_advisory_xact_lock(hashtextextended('kakeya call ' || ?, 0))", (key,)))
+        others = self._reader.reply_rows("owner = ? and request_id = ?", call)
+        if any(other.kind == record.kind and other.session_id != record.session_id for _, other in others):
+            self._delete_rows(number)
+            self.tail.end(number)
+            self._repeats.append(unit)
+        else:
+            self.put_reply(number, record)
 
     def put_usage(self, owner: str, usage: TokenUsage) -> None:
         """What this server's Generates took."""

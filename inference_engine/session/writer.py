@@ -299,9 +299,10 @@ class Writer:
         self._metrics.journal_commit_seconds.observe(time.perf_counter() - began)
         self._metrics.journal_changes.inc(len(changes))
         for unit in units:
-            for saved, tokens in unit.confirmed:
-                saved.tokens = tokens
-            unit.settle(is_safe=True)
+            if not unit.is_lost:
+                for saved, tokens in unit.confirmed:
+                    saved.tokens = tokens
+                unit.settle(is_safe=True)
 
     def _give_up(self, units: Sequence[Unit], lost: Lost) -> None:
         """Of what was taken, `units` are not safe, and never will be."""

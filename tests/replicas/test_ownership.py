@@ -173,6 +173,35 @@ async def test_an_idle_server_that_was_taken_for_dead_says_what_is_true_now(data
             assert one.metrics.journal_lost._value.get() == 1
 
 
+async def test_a_create_that_two_servers_are_sent_makes_one_session(database: Database) -> None:
+    """The second did not find the first one's answer, which was not committed yet."""
+    request = pb.CreateSessionRequest(request_id=b"create".ljust(16, b"-"))
+    with replica(database, "one") as (one, _), replica(database, "two") as (two, journal):
+        async with serving(one) as here, serving(two) as there, connected(here) as client, connected(there) as other:
+            sessions: list[str] = []
+            look = journal.replies_to
+
+            def late(owner: str, request_id: bytes) -> Any:
+                found = look(owner, request_id)
+                if not sessions:
+                    created = asyncio.run_coroutine_threadsafe(client.call("CreateSession", request), loop)
+                    sessions.append(created.result(20).session_id)
+                return found
+
+            loop = asyncio.get_running_loop()
+            journal.replies_to = late
+            pending = await refused(other.call("CreateSession", request))
+            assert pending.reason == ELSEWHERE
+            assert pending.error_info is not None and pending.error_info.metadata["pending"] == "true"
+            again = await other.call("CreateSession", request)
+            assert [again.session_id] == sessions
+            assert [entry.session_id for entry in two.list_sessions()] == sessions
+            for server in (client, other):
+                listed = (await server.call("ListSessions", pb.ListSessionsRequest())).sessions
+                assert [entry.session_id for entry in listed] == sessions
+    assert database.say("select count(*) from kakeya.sessions") == [(1,)]
+
+
 def test_limits_of_an_owner_hold_for_all_servers_within_some_seconds(database: Database) -> None:
     limits = {"kept_sessions_per_owner": 3, "kept_tokens_per_owner": 1000}
     with replica(database, "one", **limits) as (one, of_one), replica(database, "two", **limits) as (two, of_two):
