@@ -94,6 +94,9 @@ _STATE_HEAD = 16
 _LAYER_NUMBERS = ("attn_layer_indices", "full_attn_idxs")  # lists of layers with attention
 _SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOISE = 0.1
+# What a recurrent state's decay is less by, in its logarithm. As they are made, many states forget within a token: then
+# only the token's own query and key say what is read, and norms enlarge the rounding of products that are near zero.
+_LONGER_MEMORY = 3.0
 # Relative to the largest logit: different summation orders in float32.
 TOLERANCE = 2e-4
 
@@ -307,8 +310,10 @@ def _built(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedM
         )
     model = kind(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.add_(torch.randn_like(parameter) * _NOISE)
+            if name.endswith("A_log"):
+                parameter.sub_(_LONGER_MEMORY)
         kept = model.state_dict().keys()
         for name, buffer in model.named_buffers():
             if name in kept and buffer.is_floating_point():  # the bias of a router

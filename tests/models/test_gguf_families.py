@@ -13,13 +13,17 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from inference_engine.backends.native.trial import try_list
+from inference_engine.backends.twin import TOLERANCE, Twin, TwinSizes, text_generator
 from inference_engine.errors import ModelError
 from inference_engine.models import find_model, load_model, remarks
+from tests.admissions import traits_of
 from tests.further import further
 from tests.models.gguf_layouts import MORE_FAMILIES, Tensor, without_dimensions_of_1
 from tests.models.llama_cpp_logits import CHANGES, EVERY, KEPT
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import tiny_model, write_gguf
+from tests.tiny_native import library
 
 FIRST = ("qwen35", "granitehybrid", "gemma4 with experts", "deepseek2", "lfm2moe")
 # Relative to the largest logit: what was added to a number, or the logarithm of a decay, is rounded.
@@ -53,6 +57,19 @@ def test_a_file_is_the_model_it_was_made_of_and_the_one_that_llama_cpp_runs(
     theirs = torch.tensor(json.loads(KEPT.read_text())[family])
     near = WITH_ITS_TABLE if family.startswith("gemma") else BESIDE_LLAMA
     assert difference(found[0, -1, ::EVERY], theirs) < near
+
+
+@pytest.mark.parametrize("family", ["qwen35", further("qwen35moe"), further("qwen3next")])
+def test_rounding_is_far_from_what_a_hybrid_is_refused_for(family: str) -> None:
+    """Other processors, and other addresses of memory, round otherwise: nothing is served by luck of it."""
+    config, kind = text_generator(tiny_model(family).config)
+    traits = traits_of(config, kind)
+    for seed in range(6):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            by_modules = Twin(kind, config, traits, TwinSizes()).difference_of_chunks()
+        by_list = try_list(library(), kind, config, traits, seed=seed)
+        assert max(by_modules, by_list) < TOLERANCE / 4, seed
 
 
 @pytest.mark.parametrize(
