@@ -10,9 +10,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 # Where Debian has the programs of a server, newest first; elsewhere they are on the path.
@@ -111,15 +112,18 @@ class PostgresServer:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """It keeps its connections, and answers nothing."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        pids = [self.pid, *map(int, children)]  # first the one that begins others
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
+        process = psutil.Process(self.pid)
+        process.suspend()  # it begins others no more
+        children = process.children()
         try:
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.suspend()
             yield
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            for one in (*children, process):
+                with suppress(psutil.NoSuchProcess):
+                    one.resume()
 
     def stop(self, signal_number: int = signal.SIGINT) -> None:
         """SIGINT: at once, in order. SIGQUIT: as a crash."""
