@@ -189,8 +189,9 @@ def _warm() -> socket.socket:
 def warm_children() -> Iterator[None]:
     """Meanwhile a command's own server is forked, too, where that can be done."""
 
-    def start(module: str, *arguments: str) -> Forked:
-        return Forked(module, *arguments, stderr=subprocess.PIPE)
+    def start(module: str, *arguments: str, variables: Mapping[str, str] | None = None) -> Forked:
+        environment = environment_of_ours(variables) if variables else None
+        return Forked(module, *arguments, stderr=subprocess.PIPE, environment=environment)
 
     with patch.object(child, "start_child", start) if CAN_FORK else nullcontext():
         yield

@@ -51,7 +51,7 @@ def tiny_native(
     model = tiny_model(seed=seed, windowed=windowed, hybrid=hybrid, attention=ATTENTION)
     if enlarged:
         model.get_submodule(f"model.layers.2.self_attn.{enlarged}").weight.data[0] *= 1e6
-    checkpoint = LoadedTensors(model.state_dict())
+    checkpoint = LoadedTensors.of_model(model.state_dict())
     spec = spec_of_seam(Seam(model))
     program = Program(
         library(),

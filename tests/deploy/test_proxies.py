@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 import time
@@ -179,12 +180,22 @@ async def test_a_server_that_stops_takes_nothing_new_and_ends_what_runs(
             stream = aiter(session.generate(TOKENS))
             received = [await anext(stream)]
             leaving.send_signal(signal.SIGTERM)
+            await until_it_refuses(its_target)
             created = [await agent.create_session() for _ in range(SESSIONS)]
             received += [token async for token in stream]
             LAW.check([*HISTORY, *received], len(HISTORY), None)
             assert await asyncio.to_thread(leaving.wait, TIMEOUT_SECONDS) == 0
             for each in [*created, *[await agent.create_session() for _ in range(SESSIONS)]]:
                 await each.append(HISTORY)
+
+
+async def until_it_refuses(server: Upstream) -> None:
+    """What it takes between the signal and that ends with it."""
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while True:
+                await Wire(channel).call("CreateSession", pb.CreateSessionRequest())
+                await asyncio.sleep(0.01)
 
 
 async def session_on(server: Upstream, agent: AsyncClient) -> AsyncSession:

@@ -23,21 +23,32 @@ from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kernels.reads import BlockRead
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.operations import Attend
+from inference_engine.models.operations import Attend, NoStepListError
 from tests.admissions import traits_of
 from tests.further import off_metal, off_metal_test
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
 from tests.tiny import VOCABULARY, tiny_forward
 
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid", "olmo_hybrid")
 
-@pytest.mark.parametrize("family", [each if each in ("llama", "gemma3") else off_metal(each) for each in FAMILIES])
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in ("llama", "gemma3") else off_metal(each) for each in FAMILIES if each not in HYBRIDS],
+)
 def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     config, kind = text_generator(FAMILIES[family])
     sizes = TwinSizes(head_dim=32, kv_heads=1) if family == "qwen2" else TwinSizes()
     traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
+
+
+def test_a_hybrid_is_refused_by_the_operations_that_are_missing() -> None:
+    config, kind = text_generator(FAMILIES["qwen3_5"])
+    with pytest.raises(NoStepListError, match="MLX has no kernel for Convolve, DeltaRule"):
+        try_list(kind, config, traits_of(config, kind))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, off_metal(torch.float16)], ids=str)

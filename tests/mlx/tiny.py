@@ -24,7 +24,7 @@ def tiny_mlx(
     *, seed: int = 0, windowed: bool = True, dtype: torch.dtype = torch.float32, uses_metal: bool = False
 ) -> MlxForward:
     model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
-    checkpoint = LoadedTensors(model.state_dict())
+    checkpoint = LoadedTensors.of_model(model.state_dict())
     spec = spec_of_seam(Seam(model))
     program = MLXProgram(spec, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])
     facts = ModelFacts(

@@ -29,7 +29,7 @@ def try_list(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
-    checkpoint = LoadedTensors(twin.tensors)
+    checkpoint = LoadedTensors.of_model(twin.tensors)
     spec = spec_of_seam(twin.seam)
     check_rotation(twin, spec)
     program = MLXProgram(spec, checkpoint, checkpoint.names(), mx.float32)

@@ -39,7 +39,7 @@ def try_list(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         twin = Twin(kind, config, traits, sizes or TwinSizes())
-    checkpoint = LoadedTensors(twin.tensors)
+    checkpoint = LoadedTensors.of_model(twin.tensors)
     spec = spec_of_seam(twin.seam)
     steps = step_list(spec.config, spec.layers, checkpoint.names(), spec.reads)
     check_rotation(twin, spec)
@@ -96,15 +96,14 @@ class _Loaded:
 
 
 class LoadedTensors:
-    """Implements Checkpoint over the tensors of a model in memory, under the names that checkpoints have.
+    """Implements Checkpoint over tensors in memory, under the names that checkpoints have.
 
     transformers keeps the experts of a layer in one tensor, checkpoints keep each by itself.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors: dict[str, Tensor] = {}
-        for own, states in tensors.items():
-            name = text_name(own)
+        for name, states in tensors.items():
             head, _, last = name.rpartition(".experts.")
             if last == "gate_up_proj":
                 for expert, both in enumerate(states):
@@ -116,6 +115,10 @@ class LoadedTensors:
                     self._tensors[f"{head}.experts.{expert}.down_proj.weight"] = down
             else:
                 self._tensors[name] = states
+
+    @classmethod
+    def of_model(cls, tensors: Mapping[str, Tensor]) -> LoadedTensors:
+        return cls({text_name(own): states for own, states in tensors.items()})
 
     def names(self) -> Sequence[str]:
         return list(self._tensors)
