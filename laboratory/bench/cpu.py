@@ -400,24 +400,27 @@ def contenders_of(args: argparse.Namespace, folder: Path, work_folder: Path) -> 
 
 
 def contenders_of_files(args: argparse.Namespace) -> list[Contender]:
-    """Of each file ours on the native backend and on torch, and llama.cpp; the first file is what others are beside."""
+    """Of each file ours on the native backend in both identities, and llama.cpp, or without it ours on torch; the first
+    file is what others are beside.
+    """
+
+    def ours(kind: str, path: Path, backend: str, numerics: str, **options: Any) -> Contender:
+        arguments = {"model": str(path), "backend": backend, "numerics": numerics, "strategy": "full"}
+        return Contender(name=f"{kind} {path.stem}", python=sys.executable, kind="ours", arguments=arguments, **options)
+
     found = []
     for path in args.files:
-        name, first = path.stem, args.files[0].stem
-        ours = {"model": str(path), "strategy": "full", "numerics": "auto"}
-        others = [f"kakeya torch {name}"]
-        if args.llama != "none":
-            others.append(f"llama.cpp {name}")
-            made = Contender(name=others[-1], python=args.llama, kind="llama", arguments={"file": str(path)})
-            found.append(made)
-        if name != first:
-            others.append(f"kakeya exact {first}")
-        native, torch = ({**ours, "backend": backend} for backend in ("native", "torch"))
+        if args.llama == "none":
+            other = ours(TORCH, path, "torch", "auto", is_slow=True)
+        else:
+            other = Contender(
+                name=f"llama.cpp {path.stem}", python=args.llama, kind="llama", arguments={"file": str(path)}
+            )
+        others = (other.name, *[f"{EXACT} {args.files[0].stem}"][: path != args.files[0]])
         found += [
-            Contender(
-                name=f"kakeya exact {name}", python=sys.executable, kind="ours", arguments=native, beside=tuple(others)
-            ),
-            Contender(name=f"kakeya torch {name}", python=sys.executable, kind="ours", arguments=torch, is_slow=True),
+            ours(EXACT, path, "native", "auto", beside=others),
+            ours(INT8, path, "native", "int8", beside=others),
+            other,
         ]
     return found
 
@@ -479,16 +482,16 @@ def said_of_files(args: argparse.Namespace, found: Found) -> dict[str, Any]:
         version = version_of(args.llama, LLAMA)
         llama = f"{LLAMA.partition('==')[0]} {version} from source, threads that spin: {found.spins}"
     return {
-        "what": "Milliseconds of decode steps, appends and prefills, and memory, by the types of a file's tensors: "
-        "native beside torch, and beside the first file.",
+        "what": "Milliseconds of decode steps, appends and prefills, and memory, of named files: the native backend "
+        "beside another, and beside the first file.",
         "config": {
             "files": files,
             "threads": args.threads,
             "rounds": args.rounds,
-            "kakeya": "exact; the engine without a server, full, no drafter; torch: the same weights in float32",
+            "kakeya": "the engine without a server, full, no drafter; torch: the same weights in float32",
             "llama.cpp": llama,
         },
-        "baseline": "torch on the same file, in turns with ours",
+        "baseline": f"{'torch' if args.llama == 'none' else 'llama.cpp'} on the same file, in turns with ours",
     }
 
 
@@ -558,7 +561,9 @@ def main(args: argparse.Namespace, _save: Save) -> dict[str, Any]:
         measured = measure_files if args.files else measure_published
         contenders, found, said = measured(args, Path(work))
     values = values_of(found, contenders)
-    first = f"kakeya exact {args.files[0].stem}" if args.files else FILE
+    first = FILE
+    if args.files:
+        first = f"{EXACT} {args.files[0].stem}" if len(args.files) > 1 else contenders[0].beside[0]
     return {
         **said,
         "experiment": "cpu_types" if args.files else "cpu",
