@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Protocol
@@ -83,18 +82,24 @@ class Tables:
         self._reader = reader
         self._wall_clock = wall_clock
         self.tail = tail
-        self.to_fold: deque[int] = deque(self.tail.sessions())
+        self.to_fold: dict[int, None] = dict.fromkeys(self.tail.sessions())  # a set, the first to come first
         self._cut = set(self.to_fold)  # by the process's end: when they were used is not recorded
         self._gone: list[str] = []
 
     def next_to_fold(self) -> list[int]:
-        """Some of the sessions to fold. They are not asked for again."""
-        numbers, rows = dict[int, None](), 0
-        while self.to_fold and len(numbers) < _FOLD_SESSIONS and rows < _FOLD_ROWS:
-            number = self.to_fold.popleft()
-            numbers[number] = None
+        """Some of the sessions to fold."""
+        numbers, rows = list[int](), 0
+        for number in self.to_fold:
+            if len(numbers) == _FOLD_SESSIONS or rows >= _FOLD_ROWS:
+                break
+            numbers.append(number)
             rows += self.tail.count(number)
-        return list(numbers)
+        return numbers
+
+    def has_folded(self, numbers: Sequence[int]) -> None:
+        """Or has tried in vain. They are not asked for again."""
+        for number in numbers:
+            del self.to_fold[number]
 
     def commit(self) -> list[str]:
         """The transaction is committed. Files of copies that have no row any more."""
@@ -164,7 +169,7 @@ class Tables:
 
     def rest(self, number: int, used_at: float | None = None) -> None:
         """used_at: seconds since 1970; None: now."""
-        self.to_fold.append(number)
+        self.to_fold[number] = None
         self._cut.discard(number)
         used_at = self._wall_clock() if used_at is None else used_at
         self._db.execute("update sessions set used_at = ? where session = ?", (used_at, number))

@@ -38,7 +38,7 @@ from inference_engine.session.journal import (
 from inference_engine.session.journal_reader import Reader
 from inference_engine.session.journal_rows import damage_is_refused
 from inference_engine.session.journal_tables import Tables
-from inference_engine.session.writer import Callback, Change, DiskFull, Unit, Writer
+from inference_engine.session.writer import Callback, Change, Unit, Writer
 from inference_engine.types import Durability, Mark, TokenUsage
 
 logger = logging.getLogger(__name__)
@@ -365,11 +365,8 @@ class KeptJournal:
     def _tidy(self) -> None:
         if self._tables.to_fold:
             numbers = self._tables.next_to_fold()
-            try:
-                self._fold(numbers)
-            except DiskFull:
-                self._tables.to_fold.extend(numbers)
-                raise
+            self._fold(numbers)
+            self._tables.has_folded(numbers)
         elif (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + EXPIRE_SECONDS
             self._delete_old()

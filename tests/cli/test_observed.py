@@ -83,4 +83,4 @@ def test_the_doctor_finds_what_would_keep_a_server_from_being_observed(
     assert main(("doctor", *arguments, "--metrics-bind=0.0.0.0:0", "--trace-endpoint=somewhere")) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fail")]
     assert [line.split()[1] for line in failed] == ["metrics", "traces"]
-    assert "no access control" in failed[0] and "trace_endpoint must be a URL like http" in failed[1]
+    assert "set metrics_token_file" in failed[0] and "trace_endpoint must be a URL like http" in failed[1]

@@ -386,8 +386,6 @@ def until_folded(journal: KeptJournal) -> None:
         assert not journal.failure, journal.failure
         assert time.monotonic() < ends, "turns that ended are not folded"
         time.sleep(0.0005)
-    with journal._db_lock:  # while they are
-        pass
 
 
 @contextmanager
