@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ import pytest
 from inference_engine.config import child_environment
 from inference_engine.native.build import LIBRARY, ZIG, is_supported
 from inference_engine.native.library import load
+from laboratory.evaluation.record import load as load_record
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = ("LICENSE", "README.md", "inference_engine", "kakeya_gateway", "kv_cache_proposer", "laboratory", "sdks/python")
@@ -186,8 +186,8 @@ def test_the_strategy_of_the_page_is_evaluated_on_needles(tmp_path: Path) -> Non
         "0" * 7,
     )
     ran(python, checkout, "inference_engine.cli.main", "evaluate", "needle", *about, "--strategies", kept)
-    (record,) = tmp_path.glob("results/*/*/record.json")
-    values = json.loads(record.read_text(encoding="utf-8"))["values"]
+    (path,) = tmp_path.glob("results/*/*/record.json")
+    values = load_record(path)["values"]
     assert values["full: single"] == values[f"{kept}: single"]
 
 

@@ -20,7 +20,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,10 @@ REQUIRED = ("command", "config", "seeds", "values", "baseline")
 VALUE_KEYS = ("unit", "median", "low", "high", "count")
 _BETWEEN = ", "  # parts of a value's name
 _DIGITS = 6
+_SHARED = "*"  # beside the parts of names: count and unit of all below
+_ABBREVIATED = {"values", "tables", "headlines"}  # parts of a record in which strategies stand by their places
+_PLACE = re.compile(r"\{(\d+)\}")
+_SHORT_NAME = 4
 MOST_HEADLINES = 40
 _COMMIT = re.compile(r"[0-9a-f]{7,40}(\+changes)?")
 
@@ -122,15 +126,53 @@ def add_items(parser: argparse.ArgumentParser) -> None:
 
 
 def record_text(record: Mapping[str, Any]) -> str:
-    """As JSON of medians and spreads: what parts of a name or columns of a table repeat stands once.
+    """As JSON of medians and spreads: what parts of a name, units or columns of a table repeat stands once.
 
     `values` are nested by the parts of their names, with "" for one that is named by the parts above it; each is
-    [median, low, high, count, unit], or [value, unit] where there is no spread. A table is its columns and its rows.
-    Numbers have six digits, but whole ones all of theirs.
+    [median, low, high, count, unit], or [value, unit] where there is no spread. Where all below a part have one count
+    and unit, they stand there once, as "*". A table is its columns and its rows. In both, and in headlines, {N} stands
+    for strategy N of the config. Numbers have six digits, but whole ones all of theirs.
     """
     tables = {name: _columns(rows) for name, rows in record.get("tables", {}).items()}
-    stored = {**record, "values": _nested(record["values"])} | ({"tables": tables} if "tables" in record else {})
-    return _lines(_rounded(json.loads(json.dumps(stored, allow_nan=False))), "") + "\n"
+    stored = {**record, "values": _with_shared(_nested(record["values"]))}
+    if "tables" in record:
+        stored["tables"] = tables
+    stored = json.loads(json.dumps(stored, allow_nan=False))
+    abbreviated = _abbreviation(_strategies(record))
+    for part in _ABBREVIATED & stored.keys():
+        stored[part] = _mapped(stored[part], abbreviated)
+    return _lines(_rounded(stored), "") + "\n"
+
+
+def _strategies(record: Mapping[str, Any]) -> list[str]:
+    return [str(name) for name in record.get("config", {}).get("strategies", ())]
+
+
+def _abbreviation(strategies: Sequence[str]) -> Callable[[str], str]:
+    places = {name: place for place, name in enumerate(strategies) if len(name) > _SHORT_NAME}
+    if not places:
+        return str
+    longest_first = sorted(places, key=len, reverse=True)
+    names = re.compile(rf"(?<![\w=,])({'|'.join(map(re.escape, longest_first))})(?![\w.]|,\S)")
+    return lambda text: names.sub(lambda found: f"{{{places[found[0]]}}}", text)
+
+
+def _in_words(strategies: Sequence[str]) -> Callable[[str], str]:
+    def strategy(place: re.Match[str]) -> str:
+        if int(place[1]) >= len(strategies):
+            raise ValueError(f"{place[0]} is none of the config's {len(strategies)} strategies")
+        return strategies[int(place[1])]
+
+    return (lambda text: _PLACE.sub(strategy, text)) if strategies else str
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text changed, names too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _mapped(inner, change) for name, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def _nested(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -149,18 +191,48 @@ def _nested(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _named(node: Mapping[str, Any], before: tuple[str, ...] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
+def _with_shared(node: dict[str, Any]) -> dict[str, Any]:
+    leaves = list(_leaves(node))
+    count_and_unit = {(1 if len(leaf) == 2 else leaf[3], leaf[-1]) for leaf in leaves}
+    if len(leaves) > 1 and len(count_and_unit) == 1:
+        return {_SHARED: list(count_and_unit.pop()), **_bare(node)}
+    return {part: _with_shared(inner) if isinstance(inner, dict) else inner for part, inner in node.items()}
+
+
+def _leaves(node: Mapping[str, Any]) -> Iterator[list[Any]]:
+    for inner in node.values():
+        if isinstance(inner, dict):
+            yield from _leaves(inner)
+        else:
+            yield inner
+
+
+def _bare(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Without counts and units."""
+    return {
+        part: _bare(inner) if isinstance(inner, dict) else inner[:3] if len(inner) == 5 else inner[0]
+        for part, inner in node.items()
+    }
+
+
+def _named(
+    node: Mapping[str, Any], before: tuple[str, ...] = (), shared: Sequence[Any] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The values of nested ones, by their whole names. Raises ValueError for what is none."""
+    shared = node.get(_SHARED, shared)
     for part, inner in node.items():
         parts = (*before, part) if part else before
+        if part == _SHARED:
+            continue
         if isinstance(inner, dict):
-            yield from _named(inner, parts)
-        elif isinstance(inner, list) and len(inner) in (2, 5):
-            median, *spread, unit = inner
-            low, high, count = spread or (median, median, 1)
-            yield _BETWEEN.join(parts), {"unit": unit, "median": median, "low": low, "high": high, "count": count}
-        else:
+            yield from _named(inner, parts, shared)
+            continue
+        numbers = inner if isinstance(inner, list) else [inner]
+        if len(numbers) + len(shared) not in ((3, 5) if shared else (2, 5)):
             raise ValueError(f"value {_BETWEEN.join(parts)!r} must be [median, low, high, count, unit], got {inner!r}")
+        median, *spread, unit = *numbers, *(shared if len(numbers) == 3 else shared[1:])
+        low, high, count = spread or (median, median, 1)
+        yield _BETWEEN.join(parts), {"unit": unit, "median": median, "low": low, "high": high, "count": count}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -206,6 +278,8 @@ def load(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError("it must be an object")
+    for part in _ABBREVIATED & found.keys():
+        found[part] = _mapped(found[part], _in_words(_strategies(found)))
     found["values"] = dict(_named(found.get("values", {})))
     for name, stored in found.get("tables", {}).items():
         if not isinstance(stored, dict) or stored.keys() != {"columns", "rows"}:
@@ -230,6 +304,9 @@ def validate_record(record: Mapping[str, Any]) -> None:
     for name, rows in record.get("tables", {}).items():
         if any(not isinstance(row, Mapping) for row in rows):
             raise ValueError(f"table {name!r} must be a list of rows that name their columns")
+    for text in _texts([record.get(part, ()) for part in _ABBREVIATED]) if _strategies(record) else ():
+        if _PLACE.search(text):
+            raise ValueError(f"{{N}} stands for a strategy of the config, it cannot be in a text: {text!r}")
     for text in _texts(record):
         if platform.node() and platform.node() in re.split(r"[\s=:/@]", text):
             raise ValueError(f"a record must not name the host: {text!r}")

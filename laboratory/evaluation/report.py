@@ -53,7 +53,8 @@ experiment below links to its folder. One line shows its newest record and one v
 - A record keeps medians, quartiles and counts, not every trial, turn or sample. With `--items FILE` the command that
   measures writes those to a file elsewhere, a line of JSON for each.
 - In the file, names of values are split at their commas, and what names have in common stands once. A value is
-  `[median, low, high, count, unit]`, or `[value, unit]`; a table is its columns and its rows.
+  `[median, low, high, count, unit]`, or `[value, unit]`; count and unit of all values below a name stand there as `*`.
+  A table is its columns and its rows. `{3}` is the strategy of that place in the config, counted from 0.
 - Records that a newer one replaced are in the history of the repository: `git log -- results/EXPERIMENT`.
 
 `kakeya evaluate report` makes this page from the records. A value is a median, with its quartiles in brackets. A value

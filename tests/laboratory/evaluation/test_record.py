@@ -51,6 +51,31 @@ def test_a_record_is_read_as_it_was_given_to_six_digits_and_items_are_elsewhere(
     assert "items" not in found
 
 
+def test_what_names_and_units_repeat_stands_once_and_is_read_as_it_was_given(tmp_path: Path) -> None:
+    window, codec = "sink_window:sink=4,window=64", "sink_window:sink=4,window=64,codec=int8"
+    values = {
+        f"{statistic}, {strategy}, at {length}": record.summarize([1.0, 2.0, length], "nats")
+        for statistic in ("mean", "p99")
+        for strategy in (window, codec, f"{window}0", "full")
+        for length in (8, 16)
+    }
+    values |= {f"{window}: hits": record.exact(7, "of 8"), "hits, full": record.exact(8, "of 9")}
+    tables = {"all": [{"strategy": codec, "kl": 0.5}, {"strategy": "full", "kl": 0}]}
+    config = {"strategies": ["full", window, codec]}
+    given = payload(values=values, tables=tables, headlines=[f"mean, {codec}, at 8"], config=config)
+    path = record.write_record("anything", given, results_dir=tmp_path)
+    found, text = record.load(path), path.read_text()
+    assert (list(found["values"]), found["tables"]) == (list(values), tables)
+    assert (found["values"], found["headlines"]) == (values, given["headlines"])
+    assert (text.count(f'"{window}"'), text.count(f'"{codec}"'), text.count('"nats"')) == (1, 1, 2)
+    path.write_text(text.replace("{2}", "{3}"))
+    with pytest.raises(ValueError, match=r"\{3\} is none of the config's 3"):
+        record.load(path)
+    with pytest.raises(ValueError, match="stands for a strategy"):
+        record.write_record("anything", payload(values={"a{3}": values[f"{window}: hits"]}, config=config))
+    record.write_record("anything", payload(values={"a{3}": values[f"{window}: hits"]}), results_dir=tmp_path)
+
+
 def test_a_record_that_lacks_something_is_refused_by_its_name(tmp_path: Path, subtests: pytest.Subtests) -> None:
     for missing in record.REQUIRED:
         with subtests.test(missing):
