@@ -6,6 +6,8 @@ microsecond and may be used for every token; look up a labelled child once.
 
 Events are counters and histograms, updated as they happen. What exists at a moment (`EngineStatistics`) is counted at
 every scrape, so it is never stale.
+
+Names begin with `kakeya_`. Until the next release each metric is shown without that prefix, too (`_Former`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from typing import Any, cast
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from inference_engine.logs import LOST_REASONS, lost_lines
 
+PREFIX = "kakeya"
 SESSION_OUTCOMES = ("closed", "evicted", "failed")
 TRANSFERS = ("kept", "streamed", "fetched")
 PREFIX_RELEASES = ("room", "budget", "idle", "replaced")
@@ -109,6 +113,7 @@ class EngineMetrics:
         self._statistics: Callable[[], EngineStatistics] | None = None
         self._states: dict[tuple[str, str], Gauge] = {}
         self._picked: tuple[Gauge, ...] = ()
+        self._counting = threading.Lock()
         # A registry asks its collectors in the order in which they came: what is there is counted before it is shown.
         self.registry.register(_Look(self.look))
         ProcessCollector(registry=self.registry)
@@ -118,6 +123,8 @@ class EngineMetrics:
         self._add_steps()
         self._add_journal()
         self._add_server()
+        ours = [each for each in vars(self).values() if isinstance(each, MetricWrapperBase)]
+        self.registry.register(_Former(ours))
 
     def _add_journal(self) -> None:
         self.sessions_kept = self._gauge(
@@ -177,6 +184,7 @@ class EngineMetrics:
             "session_state",
             "Sessions open now, by strategy and state.",
             ("strategy", "state"),
+            namespace=PREFIX,
             registry=self.registry,
         )
         self.sessions_total = self._counter(
@@ -239,6 +247,7 @@ class EngineMetrics:
             "session_kv_bytes",
             "Bytes of K/V held on the device, by kind.",
             ("kind",),
+            namespace=PREFIX,
             registry=self.registry,
         )
         for kind in KV_KINDS:
@@ -314,9 +323,20 @@ class EngineMetrics:
             "Seconds from accepting a Generate to its first token, queue included.",
             _WAIT_SECONDS,
         )
-        self.inter_token_seconds = self._histogram(
-            "generate_inter_token_seconds", "Seconds between two tokens of one Generate.", _STEP_SECONDS
+        self.step_gap_seconds = self._histogram(
+            "generate_step_gap_seconds",
+            "Seconds between two steps that gave one Generate tokens: how long its stream is silent.",
+            _STEP_SECONDS,
         )
+        self.inter_token_seconds = self._histogram(
+            "generate_inter_token_seconds",
+            "Seconds for each token of a Generate but its first: those since the step before it, shared by the tokens "
+            "of one step.",
+            _STEP_SECONDS,
+        )
+        self._gaps: list[tuple[float, int]] = []
+        # Seconds since the step before it gave this Generate tokens, and how many this one gives.
+        self.note_gap: Callable[[tuple[float, int]], None] = self._gaps.append
         self.drafted_tokens = self._counter("generate_drafted_tokens_total", "Draft tokens that were verified.")
         self.accepted_tokens = self._counter("generate_accepted_tokens_total", "Draft tokens that were accepted.")
         self.acceptance_length = self._histogram(
@@ -341,6 +361,7 @@ class EngineMetrics:
             " sampling until the ids arrive, settling. They add up to engine_step_seconds.",
             ("part",),
             buckets=_PART_SECONDS,
+            namespace=PREFIX,
             registry=self.registry,
         )
         self.seconds_of_part = {part: self.step_parts.labels(part) for part in STEP_PARTS}
@@ -349,7 +370,6 @@ class EngineMetrics:
         )
         self.step_sessions = self._histogram("engine_step_sessions", "Sessions in one forward.", _SESSIONS)
         self._noted = (
-            self.inter_token_seconds,
             self.step_seconds,
             self.step_tokens,
             self.step_sessions,
@@ -362,25 +382,32 @@ class EngineMetrics:
 
     def _add_server(self) -> None:
         self.rpc_total = Counter(
-            "rpc_total", "Calls that ended, by method and gRPC code.", ("method", "code"), registry=self.registry
+            "rpc_total",
+            "Calls that ended, by method and gRPC code.",
+            ("method", "code"),
+            namespace=PREFIX,
+            registry=self.registry,
         )
         self.rpc_seconds = Histogram(
             "rpc_duration_seconds",
             "Seconds in a call, streams from first to last frame.",
             ("method",),
             buckets=_WAIT_SECONDS,
+            namespace=PREFIX,
             registry=self.registry,
         )
         self.rpc_errors = Counter(
             "rpc_error_total",
             "Calls that ended with a runtime error, by its reason: refused, abandoned or failed.",
             ("reason",),
+            namespace=PREFIX,
             registry=self.registry,
         )
         self.http_responses = Counter(
             "http_response_total",
             "Answers over HTTP, by route and status.",
             ("route", "status"),
+            namespace=PREFIX,
             registry=self.registry,
         )
         self.connections_dropped = self._counter(
@@ -400,13 +427,13 @@ class EngineMetrics:
             "Log lines lost: they came faster than they are read, or writing them failed.",
             reason=LOST_REASONS,
         )
-        self._counting = threading.Lock()
         self._counted_lost = dict(lost_lines())  # lines lost before this engine are not counted
         self.draining = self._gauge("server_draining", "1 while the server shuts down, else 0.")
         self.build_info = Gauge(
             "server_build_info",
             "Always 1; the labels describe the server.",
             ("version", "model", "device", "dtype", "mode"),
+            namespace=PREFIX,
             registry=self.registry,
         )
 
@@ -416,10 +443,9 @@ class EngineMetrics:
 
     def name_for_pickers(self, waiting: str, running: str, kv: str) -> None:
         """Show the queue, what runs and the share of K/V under these names, too. ValueError: one is ours already."""
-        self._picked = (
-            self._gauge(waiting, "As generate_queue_depth, for a picker of endpoints."),
-            self._gauge(running, "As generate_active, for a picker of endpoints."),
-            self._gauge(kv, "As session_kv_reserved_ratio, for a picker of endpoints."),
+        seen = ((waiting, self.queue_depth), (running, self.generates_active), (kv, self.kv_reserved_ratio))
+        self._picked = tuple(
+            Gauge(name, f"As {_name(ours)}, for a picker of endpoints.", registry=self.registry) for name, ours in seen
         )
 
     def count_violation(self, kind: str) -> None:
@@ -429,8 +455,17 @@ class EngineMetrics:
 
     def count_steps(self) -> None:
         """Count what was noted of steps and their tokens; call it now and then."""
+        if len(self._gaps) >= _COUNTED_TOGETHER:
+            self._count_gaps()
         for distribution in self._noted:
             distribution.count()
+
+    def _count_gaps(self) -> None:
+        with self._counting:  # another thread may count at the same time
+            noted = self._gaps[:]
+            del self._gaps[: len(noted)]
+        self.step_gap_seconds.count([seconds for seconds, _ in noted])
+        self.inter_token_seconds.count([each for seconds, tokens in noted for each in [seconds / tokens] * tokens])
 
     def count_transfer(self, kind: str, count: int) -> None:
         """`count` bytes moved between the device and the second tier; kind: one of TRANSFERS."""
@@ -446,7 +481,8 @@ class EngineMetrics:
         }
 
     def look(self) -> None:
-        """Update the gauges, and the count of lost log lines."""
+        """Update the gauges, the count of lost log lines and the histograms of gaps."""
+        self._count_gaps()
         with self._counting:  # scrapes run in threads of their own
             lost = lost_lines()
             for reason, count in lost.items():
@@ -477,14 +513,14 @@ class EngineMetrics:
             gauge.set(value)
 
     def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(name, help_text, registry=self.registry)
+        return Gauge(name, help_text, namespace=PREFIX, registry=self.registry)
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Distribution:
-        return Distribution(name, help_text, buckets=buckets, registry=self.registry)
+        return Distribution(name, help_text, buckets=buckets, namespace=PREFIX, registry=self.registry)
 
     def _counter(self, name: str, help_text: str, **labels: tuple[str, ...]) -> Counter:
         """A counter with at most one label, every known value of which starts as 0."""
-        counter = Counter(name, help_text, tuple(labels), registry=self.registry)
+        counter = Counter(name, help_text, tuple(labels), namespace=PREFIX, registry=self.registry)
         for values in labels.values():
             for value in values:
                 counter.labels(value)
@@ -508,8 +544,9 @@ class Distribution(Histogram):
         if len(self._waiting) >= _COUNTED_TOGETHER:
             self.count()
 
-    def count(self) -> None:
-        amounts: list[float] = []
+    def count(self, more: Iterable[float] = ()) -> None:
+        """more: observed, too."""
+        amounts = list(more)
         with suppress(IndexError):  # another thread may count at the same time
             while self._waiting:
                 amounts.append(self._waiting.popleft())
@@ -534,3 +571,29 @@ class _Look(Collector):
     def collect(self) -> Iterable[Metric]:
         self._look()
         return ()
+
+
+class _Former(Collector):
+    """The same metrics as they were called before they had a prefix."""
+
+    def __init__(self, metrics: Iterable[MetricWrapperBase]) -> None:
+        self._metrics = tuple(metrics)
+
+    def describe(self) -> Iterable[Metric]:
+        return [_renamed(family) for metric in self._metrics for family in metric.describe()]
+
+    def collect(self) -> Iterable[Metric]:
+        return [_renamed(family) for metric in self._metrics for family in metric.collect()]
+
+
+def _renamed(family: Metric) -> Metric:
+    now = family.name + ("_total" if family.type == "counter" else "")
+    former = Metric(
+        family.name.removeprefix(f"{PREFIX}_"), f"Use {now}: this name goes with the next release.", family.type
+    )
+    former.samples = [sample._replace(name=sample.name.removeprefix(f"{PREFIX}_")) for sample in family.samples]
+    return former
+
+
+def _name(metric: MetricWrapperBase) -> str:
+    return next(iter(metric.describe())).name

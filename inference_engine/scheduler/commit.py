@@ -198,14 +198,15 @@ class StepResults:
 
     def _report_tokens(self, request: Request, samples: Sequence[Sample], now: float) -> None:
         """Report the tokens that were appended to the history, and end the Generate with its last one."""
-        position = request.session.history.length - len(samples)
-        if not request.generated:
+        count = len(samples)
+        position = request.session.history.length - count
+        if request.generated:
+            self._metrics.note_gap((now - request.token_at, count))
+        else:
             self._report_first(request, position, now)
+        request.token_at = now
         looking = request.sampler if request.sampler is not None and request.sampler.looks_back else None
         for token_id, logprob, _, tops in samples:
-            if request.generated:
-                self._metrics.inter_token_seconds.note(now - request.token_at)
-            request.token_at = now
             request.last_query = position - 1
             request.generated += 1
             self._reported += 1

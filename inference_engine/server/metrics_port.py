@@ -257,6 +257,9 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception:  # noqa: BLE001 - the client gets status 500, the log the error
             _log.exception("the metrics port cannot answer")
             found = _Answer("text/plain", b"internal error\n", HTTPStatus.INTERNAL_SERVER_ERROR)
+        if found is None and url.path == "/":
+            self._send(_Answer("text/plain", b"see /dashboard\n", HTTPStatus.SEE_OTHER), {"Location": "/dashboard"})
+            return
         self._send(found or _Answer("text/plain", b"see /metrics and /dashboard\n", HTTPStatus.NOT_FOUND))
 
     def do_HEAD(self) -> None:

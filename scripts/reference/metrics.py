@@ -14,6 +14,7 @@ INTRODUCTION = """
     `GET /metrics` on the address of [`metrics_bind`](settings.md#server), in Prometheus' text format. Labels come from
     small fixed sets; none holds an id, a label of a client's or a key. Where the system reports them there are also the
     process's own: `process_resident_memory_bytes`, `process_cpu_seconds_total`, `process_open_fds` and others.
+    Until the next release each metric is shown without the prefix `kakeya_`, too.
 """
 
 

@@ -63,7 +63,7 @@ def test_the_doctor_a_server_and_its_metrics_report_the_same_capacity(
     """As one number: `kv_bytes`, less what does not fill a unit of the pool."""
     with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB", "--metrics-bind=127.0.0.1:0") as server:
         url = server.ready_line.split("metrics at ")[1].strip()
-        with urllib.request.urlopen(f"{url}?name[]=session_kv_capacity_bytes", timeout=30) as answer:
+        with urllib.request.urlopen(f"{url}?name[]=kakeya_session_kv_capacity_bytes", timeout=30) as answer:
             shown = answer.read().decode().splitlines()
         with sdk.Client(server.target) as client:
             reported = client.server_info().kv_capacity_bytes

@@ -29,7 +29,7 @@ def test_every_metric_that_is_exposed_is_on_the_page() -> None:
     page = metrics.render()
     assert exposed
     for name, says in exposed:
-        if name.startswith("process_"):  # the system's
+        if not name.startswith("kakeya_"):  # the system's, and former names
             continue
         assert re.search(rf"^\| `{name}` \| .* \| {re.escape(says)} \|$", page, re.MULTILINE), name
 

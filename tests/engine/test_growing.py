@@ -225,7 +225,7 @@ def test_an_owner_that_forks_and_closes_leaves_addresses_for_all_others(share_fo
                 fork = engine.fork_session(session, owner="many").session_id
                 engine.close_session(session, owner="many")
                 session = fork
-        kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
+        kept = engine.metrics.registry.get_sample_value("kakeya_session_kv_kept_for_forks_bytes")
         assert kept is not None
         assert (kept > 0) is share_forks
         session = engine.create_session(owner="other").session_id

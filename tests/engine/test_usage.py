@@ -43,7 +43,7 @@ def test_each_owner_has_the_sum_of_what_their_generates_took() -> None:
         assert (engine.usage_of("a"), engine.usage_of("b")) == (total, other)
         assert engine.usage_of("c") == TokenUsage()
         seen = engine.metrics.registry.get_sample_value
-        assert seen("generate_cached_tokens_total") == total.cached_tokens + other.cached_tokens
+        assert seen("kakeya_generate_cached_tokens_total") == total.cached_tokens + other.cached_tokens
         stopped = opened(engine, "c")
         generation = engine.generate(stopped, GenerateParams(max_tokens=50), owner="c", request_id=bytes(16))
         for event in generation:

@@ -102,17 +102,17 @@ def test_a_client_that_is_killed_stops_its_generate_and_disturbs_no_other(
         assert other.stdout is not None
         other.stdout.readline()
         other.stdout.readline()
-        assert gauge(server, "generate_active") == 1
+        assert gauge(server, "kakeya_generate_active") == 1
         other.kill()
         other.wait(LIMIT_SECONDS)
     with client.create_session() as session:
         assert ask(session, QUESTIONS[0], tokenizer) == expected
     # Far fewer than 4000: it was stopped, not run to its end.
-    assert gauge(server, "generate_active") == 0
+    assert gauge(server, "kakeya_generate_active") == 0
 
 
 def test_bytes_held_are_what_sessions_say_and_never_more_than_reserved(server: Server, client: Client) -> None:
-    others = gauge(server, "session_kv_live_bytes")
+    others = gauge(server, "kakeya_session_kv_live_bytes")
     with (
         client.create_session(eos_token_ids=()) as full,
         client.create_session(SinkWindow(window=64), eos_token_ids=()) as window,
@@ -124,10 +124,10 @@ def test_bytes_held_are_what_sessions_say_and_never_more_than_reserved(server: S
                 info = session.info()
                 assert 0 < info.kv_live_bytes <= session.sustained_bytes <= session.peak_bytes
         held = [session.info().kv_live_bytes for session in (full, window)]
-        assert gauge(server, "session_kv_live_bytes") == others + sum(held)
+        assert gauge(server, "kakeya_session_kv_live_bytes") == others + sum(held)
         assert window.info().evicted_tokens > 0
         assert held[1] < held[0]
-    assert gauge(server, "session_kv_live_bytes") == others
+    assert gauge(server, "kakeya_session_kv_live_bytes") == others
 
 
 def gauge(server: Server, name: str) -> float:

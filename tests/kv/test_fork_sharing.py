@@ -104,7 +104,7 @@ def test_entries_stay_until_the_last_fork_is_gone_however_their_session_ended(en
             store_of(engine).expire()
         assert engine.info().kv_reserved_bytes == with_parent
         if ending != "failed":  # which is there, and answers for itself
-            kept = engine.metrics.registry.get_sample_value("session_kv_kept_for_forks_bytes")
+            kept = engine.metrics.registry.get_sample_value("kakeya_session_kv_kept_for_forks_bytes")
             assert kept == 200 * ENTRY_BYTES
         neighbours = [parent_of(engine, 150, limit_tokens=200) for _ in range(3)]
         expected = alone(engine, journal, first, 3)

@@ -100,7 +100,7 @@ def test_a_right_draft_saves_steps_and_a_wrong_one_does_not(mode: Mode) -> None:
     params = GenerateParams(max_tokens=COUNT)
     with engine_for(mode, drafter=Knowing(text=said), draft_tokens=4) as engine:
         got, right = ended(engine, opened(engine, Full(), text()), params)
-        steps = engine.metrics.registry.get_sample_value("engine_step_tokens_count")
+        steps = engine.metrics.registry.get_sample_value("kakeya_engine_step_tokens_count")
         _, off = ended(engine, opened(engine, Full(), text()), GenerateParams(max_tokens=COUNT, drafting=False))
     assert got == said[LENGTH:]
     assert right.accepted_tokens == right.drafted_tokens >= COUNT // 2
@@ -165,7 +165,7 @@ def test_a_drafter_that_fails_costs_nothing_but_its_drafts(drafter: Plain) -> No
         said = [token for token, _ in generate(engine, opened(engine, Full(), text()), COUNT)]
     with engine_for(Mode.FIXED_SHAPE, drafter=drafter, draft_tokens=2) as engine:
         got, done = ended(engine, opened(engine, Full(), text()), GenerateParams(max_tokens=COUNT))
-        assert engine.metrics.registry.get_sample_value("generate_drafter_failures_total") == 1
+        assert engine.metrics.registry.get_sample_value("kakeya_generate_drafter_failures_total") == 1
     assert got == said
     assert done.is_degraded
 

@@ -124,8 +124,13 @@ def test_a_request_for_another_host_name_is_refused(port: MetricsPort, path: str
             assert b"session" not in answer.body
 
 
+def test_the_root_leads_to_the_dashboard(port: MetricsPort) -> None:
+    with urllib.request.urlopen(f"http://{port.target}/", timeout=10.0) as answer:
+        assert (answer.status, answer.url) == (200, f"http://{port.target}/dashboard")
+
+
 def test_what_is_not_there_is_said_to_be_so_and_nothing_can_be_changed(port: MetricsPort) -> None:
-    for path in ("/", "/dashboard/", "/dashboard/../run.py", "/dashboard/__init__.py", "/%2e%2e/run.py"):
+    for path in ("/dashboard/", "/dashboard/../run.py", "/dashboard/__init__.py", "/%2e%2e/run.py"):
         assert get(port, path).status == 404, path
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         assert get(port, "/dashboard/data", method=method).status == 501, method
@@ -157,7 +162,7 @@ def test_metrics_are_served_beside_half_requests_and_a_bounded_number_of_threads
             half.sendall(b"GET /metrics HTTP/1.1\r\nHost: loc")
         for _ in range(3):
             with urllib.request.urlopen(f"http://{port.target}/metrics", timeout=10.0) as answer:
-                assert b"session_kv_bytes" in answer.read()
+                assert b"kakeya_session_kv_bytes" in answer.read()
         assert len(set(threading.enumerate()) - before) < MOST_THREADS
 
 

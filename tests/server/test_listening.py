@@ -185,20 +185,21 @@ async def test_metrics_count_calls_by_method_and_code_and_name_no_session(engine
         await refused(client.append("unknown", [1]))
         page = await asyncio.to_thread(fetch, f"{handle.metrics_url}/metrics")
     method = "kakeya.v1.RuntimeService"
-    assert f'rpc_total{{code="OK",method="{method}/Generate"}} 1.0' in page
-    assert f'rpc_total{{code="NOT_FOUND",method="{method}/AppendTokens"}} 1.0' in page
+    assert f'kakeya_rpc_total{{code="OK",method="{method}/Generate"}} 1.0' in page
+    assert f'kakeya_rpc_total{{code="NOT_FOUND",method="{method}/AppendTokens"}} 1.0' in page
     assert 'model="tiny"' in page
     for name in (
-        "session_active",
-        "session_total",
-        "session_kv_live_bytes",
-        "session_history_tokens",
-        "generate_prefill_tokens",
-        "generate_prefill_duration_seconds",
-        "cache_invariant_violations_total",
-        "session_evicted_total",
+        "kakeya_session_active",
+        "kakeya_session_total",
+        "kakeya_session_kv_live_bytes",
+        "kakeya_session_history_tokens",
+        "kakeya_generate_prefill_tokens",
+        "kakeya_generate_prefill_duration_seconds",
+        "kakeya_cache_invariant_violations_total",
+        "kakeya_session_evicted_total",
     ):
         assert f"# HELP {name} " in page
+        assert f"# HELP {name.removeprefix('kakeya_')} Use {name}:" in page
     assert session_id not in page
     assert "a-secret-label" not in page
     assert "_created" not in page

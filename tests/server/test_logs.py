@@ -121,7 +121,7 @@ def test_writes_that_fail_lose_their_lines_only_and_are_reported_once_it_works_a
     assert messages == ["before", "after", "2 lines of the log were lost: writing them failed"]
     assert lost_lines()["write"] == before + 2
     metrics.look()
-    assert metrics.registry.get_sample_value("log_lost_lines_total", {"reason": "write"}) == 2
+    assert metrics.registry.get_sample_value("kakeya_log_lost_lines_total", {"reason": "write"}) == 2
 
 
 async def test_a_generate_leaves_one_line_with_the_tags_of_its_session_call_and_trace() -> None:

@@ -229,7 +229,7 @@ async def a_device_that_hangs(seen: Seen) -> None:
         engine.append(session.session_id, (1, 2, POISON))
         running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
         watchdog = Watchdog(engine, exit_seconds=0.0, clock=lambda: 0.0)
-        while not engine.metrics.registry.get_sample_value("engine_stalls_total"):
+        while not engine.metrics.registry.get_sample_value("kakeya_engine_stalls_total"):
             assert not watchdog.look()
         seen.look(engine)
         script.let_go.set()
@@ -319,13 +319,13 @@ async def a_folder_of_sessions(seen: Seen) -> None:
                     # Each time: the journal's thread may be about to say when it looks next.
                     journal._expire_at = 0.0
                     journal.request_sync()
-                    return bool(value("journal_forgotten_total"))
+                    return bool(value("kakeya_journal_forgotten_total"))
 
                 await until(is_forgotten)
                 await refused(client.generate(session_id, request_id=os.urandom(16), resume_from=1000))
                 full.set()
                 append = asyncio.ensure_future(client.append(session_id, [1]))
-                await until(lambda: bool(value("journal_full")))
+                await until(lambda: bool(value("kakeya_journal_full")))
                 seen.look(engine)
                 assert (await refused(append)).reason == "RESOURCE_EXHAUSTED JOURNAL_FULL"
                 full.clear()
@@ -437,8 +437,8 @@ def test_every_byte_that_a_strategy_holds_is_of_a_known_kind() -> None:
             assert list(engine.generate(session.session_id, GenerateParams(max_tokens=3)))
             kinds |= set(session_of(engine, session.session_id).live_kinds)
         value = engine.metrics.registry.get_sample_value
-        by_kind = [value("session_kv_bytes", {"kind": kind}) or 0 for kind in KV_KINDS]
-        assert sum(by_kind) == value("session_kv_live_bytes")
+        by_kind = [value("kakeya_session_kv_bytes", {"kind": kind}) or 0 for kind in KV_KINDS]
+        assert sum(by_kind) == value("kakeya_session_kv_live_bytes")
     assert kinds <= set(KV_KINDS)
     assert sum(by_kind) > 0
 
@@ -487,10 +487,10 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
         timer.lap(part)
     timer.end("settle")
     value = metrics.registry.get_sample_value
-    parts = {part: value("engine_step_part_seconds_sum", {"part": part}) for part in STEP_PARTS}
+    parts = {part: value("kakeya_engine_step_part_seconds_sum", {"part": part}) for part in STEP_PARTS}
     assert parts == {"plan": 2, "draft": 1, "forward": 1, "sample": 1, "settle": 1}
-    assert value("engine_step_seconds_sum") == 6
-    assert value("engine_step_seconds_count") == 1
+    assert value("kakeya_engine_step_seconds_sum") == 6
+    assert value("kakeya_engine_step_seconds_count") == 1
 
 
 async def test_states_of_sessions_follow_what_they_do() -> None:
@@ -498,7 +498,9 @@ async def test_states_of_sessions_follow_what_they_do() -> None:
         value = engine.metrics.registry.get_sample_value
 
         def states() -> dict[str, float]:
-            found = {state: value("session_state", {"strategy": "full", "state": state}) for state in SESSION_STATES}
+            found = {
+                state: value("kakeya_session_state", {"strategy": "full", "state": state}) for state in SESSION_STATES
+            }
             return {state: number for state, number in found.items() if number}
 
         session = engine.create_session()
@@ -507,9 +509,26 @@ async def test_states_of_sessions_follow_what_they_do() -> None:
         with held(engine):
             running = engine.generate(session.session_id, GenerateParams(max_tokens=1))
             assert states() == {"decoding": 1, "queued": 1}
-            assert (value("generate_active"), value("generate_queue_depth")) == (1, 1)
+            assert (value("kakeya_generate_active"), value("kakeya_generate_queue_depth")) == (1, 1)
         assert list(running)
-        assert value("session_active") == 2
+        assert value("kakeya_session_active") == 2
+
+
+def test_a_burst_of_drafted_tokens_is_one_gap_which_its_tokens_share() -> None:
+    """Tokens that come at once are no proof of speed: the stream was silent before them."""
+    with tiny_engine() as engine:
+        session = engine.create_session().session_id
+        engine.append(session, HISTORY)
+        events = list(engine.generate(session, GenerateParams(max_tokens=9)))
+        said = [event.token_id for event in events if isinstance(event, TokenCommitted)]
+    with tiny_engine(drafter=Knowing(text=[*HISTORY, *said]), draft_tokens=2) as engine:
+        session = engine.create_session().session_id
+        engine.append(session, HISTORY)
+        assert list(engine.generate(session, GenerateParams(max_tokens=9)))
+        value = engine.metrics.registry.get_sample_value
+        gaps, tokens = (f"kakeya_generate_{name}_seconds" for name in ("step_gap", "inter_token"))
+        assert 0 < int(value(f"{gaps}_count") or 0) < int(value(f"{tokens}_count") or 0) <= 8
+        assert value(f"{tokens}_sum") == pytest.approx(value(f"{gaps}_sum"))
 
 
 async def test_server_info_the_metrics_and_the_ready_line_say_the_same(client: Client, engine: Engine) -> None:
@@ -517,10 +536,10 @@ async def test_server_info_the_metrics_and_the_ready_line_say_the_same(client: C
     info: Any = await client.call("GetServerInfo", pb.GetServerInfoRequest())
     value = engine.metrics.registry.get_sample_value
     for name in ("kv_capacity_bytes", "kv_reserved_bytes", "tier_capacity_bytes", "tier_reserved_bytes"):
-        assert getattr(info, name) == value(f"session_{name}") == getattr(engine.info(), name), name
+        assert getattr(info, name) == value(f"kakeya_session_{name}") == getattr(engine.info(), name), name
     mode = pb.Mode.Name(info.mode).removeprefix("MODE_").lower()
     labels = {"version": info.version, "model": info.model_id, "device": info.device, "dtype": info.dtype, "mode": mode}
-    assert value("server_build_info", labels) == 1
+    assert value("kakeya_server_build_info", labels) == 1
     assert set(info.strategies) == {
         sample.labels["strategy"] for family in engine.metrics.session_states.collect() for sample in family.samples
     }

@@ -164,7 +164,7 @@ async def test_a_picker_reads_the_queue_what_runs_and_the_share_of_memory_under_
             info = engine.info()
             share = picked(engine, NAMES[2])
             assert 0 < share == info.kv_reserved_bytes / info.kv_capacity_bytes
-            assert share == picked(engine, "session_kv_reserved_ratio")
+            assert share == picked(engine, "kakeya_session_kv_reserved_ratio")
 
 
 def picked(engine: Engine, name: str) -> float:
@@ -173,7 +173,7 @@ def picked(engine: Engine, name: str) -> float:
     return float(value)
 
 
-@pytest.mark.parametrize("names", ["one,two", "a,a,b", "a,b,c d", "generate_active,b,c"])
+@pytest.mark.parametrize("names", ["one,two", "a,a,b", "a,b,c d", "kakeya_generate_active,b,c"])
 async def test_names_for_a_picker_that_cannot_be_shown_are_refused(names: str) -> None:
     with tiny_engine() as engine, pytest.raises(ConfigError, match="picker_metrics"):
         async with serving(engine, picker_metrics=names):

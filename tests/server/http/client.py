@@ -93,7 +93,7 @@ async def over_grpc(
 
 def ended(engine: Engine, outcome: str) -> int:
     """How many Generates ended so."""
-    return int(engine.metrics.registry.get_sample_value("generate_total", {"outcome": outcome}) or 0)
+    return int(engine.metrics.registry.get_sample_value("kakeya_generate_total", {"outcome": outcome}) or 0)
 
 
 async def left_nothing(engine: Engine) -> bool:

@@ -357,10 +357,10 @@ async def test_metrics_show_the_engine_and_the_requests_over_http(server: Server
         page = await client.get(site(server) + METRICS)
     assert page.headers["content-type"].startswith("text/plain")
     shown = dict(line.rsplit(" ", 1) for line in page.text.splitlines() if not line.startswith("#"))
-    assert shown["generate_tokens_total"] == "4.0"
-    assert shown['http_response_total{route="/v1/chat/completions",status="200"}'] == "1.0"
-    assert shown['http_response_total{route="/v1/chat/completions",status="400"}'] == "1.0"
-    assert shown['http_response_total{route="other",status="404"}'] == "1.0"
+    assert shown["kakeya_generate_tokens_total"] == "4.0"
+    assert shown['kakeya_http_response_total{route="/v1/chat/completions",status="200"}'] == "1.0"
+    assert shown['kakeya_http_response_total{route="/v1/chat/completions",status="400"}'] == "1.0"
+    assert shown['kakeya_http_response_total{route="other",status="404"}'] == "1.0"
     assert "some/path" not in page.text
 
 

@@ -137,7 +137,7 @@ async def test_a_body_that_breaks_off_counts_at_the_door_once(
 
 def answered_with(engine: Engine, status: int) -> float | None:
     labels = {"route": "/v1/chat/completions", "status": str(status)}
-    return engine.metrics.registry.get_sample_value("http_response_total", labels)
+    return engine.metrics.registry.get_sample_value("kakeya_http_response_total", labels)
 
 
 @pytest.mark.parametrize("more", [b"\r\n", MODELS % b"close"], ids=["line", "request"])

@@ -166,7 +166,7 @@ async def test_a_client_that_leaves_before_the_first_step_costs_none(
     await asyncio.to_thread(engine.drain, TIMEOUT_SECONDS)
     assert ended(engine, "closed") == 1
     # The step that was held gives the first token; another one would show.
-    assert engine.metrics.registry.get_sample_value("generate_tokens_total") == 1
+    assert engine.metrics.registry.get_sample_value("kakeya_generate_tokens_total") == 1
 
 
 async def test_a_client_that_leaves_while_its_answer_is_made_frees_the_engine(
