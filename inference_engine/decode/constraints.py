@@ -5,12 +5,13 @@ choice.
     automaton   one place in it: consume ids, roll back, the ids that may follow, those that must
     matching    the automaton of one Generate, moved on before a step: is it over? what may follow? what must?
 
-    engine's thread     settle a step ▸ advance      before the next ▸ begin, look, cut      draw ▸ along
+    engine's thread     settle a step ▸ advance      before the next ▸ begin, look, cut      draw ▸ allow, along
 
 A mask is a function of the tokens since the Generate began, so it is rebuilt from the history wherever a Generate goes
-on. Ids that end the Generate are allowed where the output may end, and nowhere else. What
-takes microseconds is done at once. An automaton that took longer is moved on by workers while the device computes; one
-that is not done then makes its own Generate wait for a later step, and no other.
+on. It takes longer than all else, and is worked out where a draw needs it: not where the likeliest id is drawn, and may
+follow. Ids that end the Generate are allowed where the output may end, and nowhere else. What takes microseconds is
+done at once. An automaton that took longer is moved on by workers while the device computes; one that is not done then
+makes its own Generate wait for a later step, and no other.
 
 Text is matched by llguidance (https://github.com/guidance-ai/llguidance), over the bytes of tokens.
 """
@@ -27,7 +28,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -100,7 +101,7 @@ class Automaton(Protocol):
         """Ids that spell what must follow, as the tokenizer would."""
 
     def mask(self) -> Mask:
-        """The ids that may follow. May be written to."""
+        """The ids that may follow: the first one that is forced, or else all that fit. May be written to."""
 
 
 class Grammar(Protocol):
@@ -244,12 +245,16 @@ class TextAutomaton:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What is known of the place of a Generate in its grammar. mask: with the ids that may end it."""
+    """What is known of the place of a Generate in its grammar.
+
+    mask: with the ids that may end it; None: not worked out yet, or of no use. unmasked: why there can be none, or "".
+    """
 
     is_over: bool
     may_end: bool
     forced: tuple[int, ...] = ()
     mask: Mask | None = None
+    unmasked: str = ""
 
 
 class Matching:
@@ -281,14 +286,15 @@ class Matching:
         self._automaton: Automaton | None = None
         self._known: Look | None = None  # of the place after all tokens so far; None until it was looked at
         self._along: Sequence[Mask | None] = ()  # after each number of draft tokens, of the draw that is under way
-        self._next: Callable[[], list[Mask | None]] | None = None  # what is to be found out, and was not begun
+        self._usable = 0  # of its samples
+        self._next: Callable[..., list[Mask | None]] | None = None  # what is to be found out, and was not begun
         self._found: list[Mask | None] = []
         self._error: BaseException | None = None
         # Tokens that are left to workers yet, and how many were the last time; seconds of the last one.
         self._slow = self._slow_next = _SLOW_TOKENS
         self._took = 0.0
         self.is_late = False  # a step came to its draw before the worker was done
-        self._working: Future[Any] | None = work_on(functools.partial(self._go, before))
+        self._working: Future[Any] | None = work_on(functools.partial(self._go, before, has_mask=True))
 
     def begin(self) -> None:
         """Before a step: have what follows the last tokens found out."""
@@ -297,10 +303,10 @@ class Matching:
         todo, self._next = self._next, None
         if self._slow:
             self._slow -= 1
-            self._working = self._work_on(todo)
+            self._working = self._work_on(functools.partial(todo, has_mask=True))
             return
         try:
-            self._found = todo()
+            self._found = todo(has_mask=False)
         except BaseException as error:  # noqa: BLE001 - raised by `look`; a panic of the library, too
             self._error = error
         self._judge()
@@ -349,7 +355,7 @@ class Matching:
             return 0
         count = next((place for place, each in enumerate(draft) if each in self._stop_ids), len(draft))
         if count := self._automaton.fitting(draft[:count]):
-            self._next = functools.partial(self._look_along, draft[:count], self._known.mask)
+            self._next = functools.partial(self._look_along, draft[:count])
             self.begin()
         return count
 
@@ -357,23 +363,81 @@ class Matching:
         if self._along:  # the device looks again
             return self._along
         count = len(drafted) + 1
+        self._wait_a_moment()
         found: Sequence[Mask | None] = ()
+        if self._has_place:
+            found = [self._masked_place(), *self._found[1:]]
+        # Where nothing may follow, nothing is drawn: `look` says so.
+        usable = [mask if mask is not None and mask.any() else None for mask in found[:count]]
+        self._along = [*usable, *[None] * (count - len(usable))]
+        self._usable = next((place for place, mask in enumerate(self._along) if mask is None), count)
+        return self._along
+
+    def allow(self, drafted: Sequence[int], token_ids: Sequence[int]) -> bool:
+        if not drafted and not self._along:
+            self._wait_a_moment()
+            if self._has_place and (known := self._known) is not None and known.mask is None and not known.is_over:
+                is_allowed = self._fits(token_ids[0])
+                self._usable = int(is_allowed)
+                return is_allowed
+        masks = self.along(drafted)
+        return all(mask is None or _has(mask, each) for mask, each in zip(masks, token_ids, strict=True))
+
+    def end_draw(self) -> int:
+        """A step was drawn. Returns how many of its samples may be used: none after the output's end, and none if the
+        masks came late."""
+        usable, self._usable, self._along = self._usable, 0, ()
+        return usable
+
+    def _wait_a_moment(self) -> None:
+        """For the worker."""
         if self._working is not None:
             wait([self._working], timeout=GRACE_SECONDS)
             self.is_late = not self._working.done()
         if not self.is_late:
             self._arrive()
-            found = () if self._error is not None else self._found
-        # Where nothing may follow, nothing is drawn: `look` says so.
-        usable = [mask if mask is not None and mask.any() else None for mask in found[:count]]
-        self._along = [*usable, *[None] * (count - len(usable))]
-        return self._along
 
-    def end_draw(self) -> int:
-        """A step was drawn. Returns how many of its samples may be used: none after the output's end, and none if the
-        masks came late."""
-        masks, self._along = self._along, ()
-        return next((place for place, mask in enumerate(masks) if mask is None), len(masks))
+    @property
+    def _has_place(self) -> bool:
+        """Is the place known from which is drawn?"""
+        return not self.is_late and self._error is None and self._known is not None
+
+    def _fits(self, token_id: int) -> bool:
+        """May the id follow? As the mask would say, in a tenth of its time."""
+        known, automaton = self._known, self._automaton
+        assert known is not None and automaton is not None
+        if self._permitted is not None and not _has(self._permitted, token_id):
+            return False
+        if token_id in self._stop_ids:
+            return known.may_end and len(self._ids) >= self._min_tokens
+        if known.forced:
+            return token_id == known.forced[0]
+        try:
+            return automaton.fitting((token_id,)) == 1
+        except BaseException as error:  # noqa: BLE001 - raised by `look`
+            self._error = error
+            return False
+
+    def _masked_place(self) -> Mask | None:
+        """The mask of the place that is known. What it fails with is raised by `look`."""
+        known, automaton = self._known, self._automaton
+        assert known is not None and automaton is not None
+        if known.is_over or known.mask is not None:
+            return known.mask
+        began = time.perf_counter()
+        try:
+            if known.unmasked:
+                raise _BrokenError(known.unmasked)
+            mask = self._mask(automaton, len(self._ids))
+            if automaton.broken:
+                raise _BrokenError(automaton.broken)
+        except BaseException as error:  # noqa: BLE001 - of one Generate, in a step of several
+            self._error = error
+            return None
+        self._took += time.perf_counter() - began
+        self._judge()
+        self._known = replace(known, mask=mask, is_over=not mask.any() and known.may_end)
+        return mask
 
     def _arrive(self) -> None:
         """Take what the worker found. Waits for it."""
@@ -392,7 +456,8 @@ class Matching:
 
     # -- at once, or by a worker ---------------------------------------------------------------------------------------
 
-    def _go(self, token_ids: Sequence[int]) -> list[Mask | None]:
+    def _go(self, token_ids: Sequence[int], *, has_mask: bool) -> list[Mask | None]:
+        """has_mask: work it out, too."""
         began = time.perf_counter()
         if self._automaton is None:
             self._automaton = self._grammar.start()
@@ -401,16 +466,34 @@ class Matching:
             if not automaton.consume(token_id):
                 raise _BrokenError(automaton.broken or f"the id {token_id} does not follow")
         self._ids += token_ids
-        mask = None if automaton.is_over else self._mask(automaton, len(self._ids))
-        # An end that may not be drawn, and nothing else: the output is whole, and there is no more of it.
-        is_over = mask is None or (not mask.any() and automaton.may_end)
+        is_over, may_end = automaton.is_over, automaton.may_end
         forced = () if is_over else tuple(automaton.forced())
         if automaton.broken:
             raise _BrokenError(automaton.broken)
+        mask, unmasked = None, ""
+        if has_mask and not is_over:
+            mask = self._mask(automaton, len(self._ids))
+            if unmasked := automaton.broken:  # an error where a draw needs it, as if no worker had looked
+                mask, self._automaton = None, self._again()
+            else:
+                # An end that may not be drawn, and nothing else: the output is whole, and there is no more of it.
+                is_over = not mask.any() and may_end
         self._took = time.perf_counter() - began
-        mask = None if is_over else mask
-        self._known = Look(is_over=is_over, may_end=is_over or automaton.may_end, forced=forced, mask=mask)
-        return [mask]
+        self._known = Look(
+            is_over=is_over,
+            may_end=may_end,
+            forced=() if is_over else forced,
+            mask=None if is_over else mask,
+            unmasked=unmasked,
+        )
+        return [self._known.mask]
+
+    def _again(self) -> Automaton:
+        """Another one, at the same place."""
+        automaton = self._grammar.start()
+        for token_id in self._ids:
+            automaton.consume(token_id)
+        return automaton
 
     def _mask(self, automaton: Automaton, tokens: int) -> Mask:
         """The ids that may follow so many, and those that end the Generate if they may."""
@@ -422,11 +505,11 @@ class Matching:
             mask &= self._permitted
         return mask
 
-    def _look_along(self, draft: Sequence[int], mask: Mask | None) -> list[Mask | None]:
-        """mask: before the draft."""
+    def _look_along(self, draft: Sequence[int], *, has_mask: bool) -> list[Mask | None]:
+        """The first one is that of the place before the draft, which `_masked_place` knows."""
         automaton = self._automaton
         assert automaton is not None
-        found, consumed = [mask], 0
+        found, consumed = list[Mask | None]([None]), 0
         for token_id in draft:
             if not automaton.consume(token_id):
                 break
@@ -438,12 +521,14 @@ class Matching:
                 break
             found.append(after)
         if automaton.broken:  # a draft changes no token, and ends nothing
-            self._automaton = automaton = self._grammar.start()
-            for token_id in self._ids:
-                automaton.consume(token_id)
+            self._automaton = self._again()
         else:
             automaton.roll_back(consumed)
         return found
+
+
+def _has(mask: Mask, token_id: int) -> bool:
+    return bool(mask[token_id >> 3] >> (token_id & 7) & 1)
 
 
 def begin_all(matchings: Sequence[Matching]) -> None:

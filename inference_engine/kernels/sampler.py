@@ -29,6 +29,9 @@ class Masks(Protocol):
     def along(self, drafted: Sequence[int]) -> Sequence[Mask | None]:
         """For the token after the first r of `drafted`, for each r. None: whatever is drawn there is not used."""
 
+    def allow(self, drafted: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """May `token_ids` [r] be drawn after the first r of `drafted`, each? Instead of `along`: if so, they are."""
+
 
 @dataclass(slots=True)
 class Sampler:
@@ -99,6 +102,11 @@ class Sampler:
     def is_unweighted(self) -> bool:
         """Neither a penalty, a bias nor an id that may not be drawn changes the logits."""
         return not self.looks_back and self.bias is None and self.ends is None
+
+    def takes(self, drafted: Sequence[int], token_ids: Sequence[int]) -> bool:
+        """Are these, the ids of the largest raw logits, what is drawn?"""
+        is_raw = self.sampling.is_greedy and self.is_unweighted
+        return is_raw and (self.masks is None or self.masks.allow(drafted, token_ids))
 
     def adjusted(self, logits: Tensor, draft_tokens: Sequence[int], position: int = 0) -> Tensor:
         """Raw float32 `logits` [n, V] with penalties, bias and mask.

@@ -139,10 +139,8 @@ class Draws(Sequence[Draw]):
         found = []
         for each in self._draws:
             own = list(peaks[each.indices.start : each.indices.stop])
-            masks = each.sampler.masks
-            for mask, sample in () if masks is None else zip(masks.along(each.drafted), own, strict=True):
-                if mask is not None and not mask[sample.token_id >> 3] >> (sample.token_id & 7) & 1:
-                    return None
+            if not each.sampler.takes(each.drafted, [sample.token_id for sample in own]):
+                return None
             found.append(own)
         return found
 
@@ -339,25 +337,28 @@ def _drawn_on_host(
 ) -> list[list[Sample]]:
     """Row by row: each is drawn from as few ids as decide, or else as rows are on a device."""
     raw = logits.numpy()
-    samples: list[list[Sample]] = [[] for _ in draws]
+    samples: list[list[Sample]] = []
     rows: list[HostRow] = []
     places: list[tuple[list[Sample], int]] = []
-    for each, own in zip(draws, samples, strict=True):
+    for each in draws:
         sampler, indices = each.sampler, each.indices
+        own = [_largest_of(raw[index]) if peaks is None else peaks[index] for index in indices]
+        samples.append(own)
+        if sampler.takes(each.drafted, [sample.token_id for sample in own]):
+            continue
         weighted = raw[indices.start : indices.stop]
         if not sampler.is_unweighted:
             own_logits = logits[indices.start : indices.stop]
             weighted = sampler.weighted(own_logits, each.drafted, each.position).numpy()
         masks = itertools.repeat(None, len(indices)) if sampler.masks is None else sampler.masks.along(each.drafted)
-        for offset, (index, row, mask) in enumerate(zip(indices, weighted, masks, strict=True)):
-            largest = _largest_of(raw[index]) if peaks is None else peaks[index]
-            own.append(largest)
-            if not largest.is_finite:
+        for offset, (row, mask) in enumerate(zip(weighted, masks, strict=True)):
+            if not own[offset].is_finite:
                 continue
             is_greedy = sampler.sampling.is_greedy
             if is_greedy and not sampler.is_unweighted:
-                largest = own[-1] = largest._replace(token_id=int(row.argmax()))
-            if is_greedy and (mask is None or mask[largest.token_id >> 3] >> (largest.token_id & 7) & 1):
+                own[offset] = own[offset]._replace(token_id=int(row.argmax()))
+            largest = own[offset].token_id
+            if is_greedy and (mask is None or mask[largest >> 3] >> (largest & 7) & 1):
                 continue
             left, ids = row, sampler.few
             if mask is not None:
@@ -368,7 +369,7 @@ def _drawn_on_host(
                     ids = bits.nonzero()[0]
                 if is_greedy or (ids is not None and len(ids) == 1):
                     token_id = left.argmax() if ids is None else ids[row[ids].argmax()]
-                    own[-1] = largest._replace(token_id=int(token_id))
+                    own[offset] = own[offset]._replace(token_id=int(token_id))
                     continue
             rows.append(HostRow(left, sampler.sampling, key(sampler.seed, each.position + offset), ids))
             places.append((own, offset))
