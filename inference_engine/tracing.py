@@ -8,7 +8,8 @@
            └─ decode                        until the end; an event `verify` for each step that verified a draft
 
 Without a tracer nothing is recorded, at almost no cost. Spans hold counts, names and short hashes (those of
-`logs.tag`): never token ids, keys or labels. The tracer's owner exports them (`server/trace_export.py`).
+`logs.tag`): never token ids, keys or labels. Facts that OpenTelemetry's conventions for generative AI have an attribute
+for are called so (`gen_ai.…`), others `kakeya.…`. The tracer's owner exports them (`server/trace_export.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ Value = str | bool | int | float
 # Per span; later events are only counted. A long Generate verifies thousands of drafts.
 MOST_EVENTS = 100
 _W3C = TraceContextTextMapPropagator()
+# https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans
+_CONVENTIONS = {
+    "history_length": "gen_ai.usage.input_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "generated_tokens": "gen_ai.usage.output_tokens",
+    "max_tokens": "gen_ai.request.max_tokens",
+}
 
 
 class GenerateTrace:
@@ -49,7 +57,8 @@ class _Recorded(GenerateTrace):
 
     def __init__(self, tracer: Tracer, facts: Mapping[str, Value]) -> None:
         self._tracer = tracer
-        self._span = tracer.start_span("generate", attributes=_attributes(facts))
+        kind = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "kakeya"}
+        self._span = tracer.start_span("generate", attributes={**kind, **_attributes(facts)})
         self._context = trace.set_span_in_context(self._span)
         self._part: Span | None = None
         self._events = 0
@@ -133,7 +142,7 @@ def current_trace_id() -> str:
 
 
 def _attributes(facts: Mapping[str, Value]) -> dict[str, Value]:
-    return {f"kakeya.{name}": value for name, value in facts.items()}
+    return {_CONVENTIONS.get(name, f"kakeya.{name}"): value for name, value in facts.items()}
 
 
 def _fail(span: Span, reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,12 +106,14 @@ async def test_one_generate_is_one_tree_under_the_clients_span(engine: Engine, r
     assert dict(recorded.one("generate").attributes or {}) == {
         "kakeya.session": tag(session_id),
         "kakeya.strategy": "full",
-        "kakeya.history_length": len(HISTORY),
-        "kakeya.max_tokens": 8,
         "kakeya.outcome": "max_tokens",
         "kakeya.prefilled_tokens": len(HISTORY),
-        "kakeya.cached_tokens": 0,
-        "kakeya.generated_tokens": 8,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kakeya",
+        "gen_ai.request.max_tokens": 8,
+        "gen_ai.usage.input_tokens": len(HISTORY),
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.usage.output_tokens": 8,
         "kakeya.drafted_tokens": 0,
         "kakeya.accepted_tokens": 0,
     }
@@ -209,6 +212,7 @@ class Collector:
     def __init__(self) -> None:
         self.spans: list[Any] = []
         self.services: set[str] = set()
+        self.is_away = False
         self._server = grpc.server(ThreadPoolExecutor(1))
         method = grpc.unary_unary_rpc_method_handler(
             self._export,
@@ -219,7 +223,9 @@ class Collector:
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Export": method}),))
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
-    def _export(self, request: Any, _context: Any) -> Any:
+    def _export(self, request: Any, context: Any) -> Any:
+        if self.is_away:
+            context.abort(grpc.StatusCode.INTERNAL, "away")
         for of_resource in request.resource_spans:
             self.services |= {
                 attribute.value.string_value
@@ -243,6 +249,39 @@ def test_spans_reach_a_collector_that_speaks_otlp() -> None:
             assert len(_said(engine, 3)) == 3
         assert [span.name for span in collector.spans] == ["queue", "prefill", "decode", "generate"]
         assert collector.services == {"kakeya"}
+
+
+def test_a_collector_that_is_away_is_logged_once_and_when_it_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with Collector() as collector, exported(collector.endpoint) as tracing, tiny_engine(tracing=tracing) as engine:
+
+        def logged() -> list[str]:
+            return [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]
+
+        def talk_until(count: int) -> None:
+            for _ in range(100):
+                _said(engine, 1)
+                if len(logged()) >= count or (count == 0 and collector.spans):
+                    return
+                time.sleep(0.1)
+            raise AssertionError(logged())
+
+        talk_until(0)
+        collector.is_away = True
+        talk_until(1)
+        for _ in range(3):
+            _said(engine, 1)
+            time.sleep(0.1)
+        collector.is_away = False
+        talk_until(2)
+    away, back = logged()
+    assert "takes no spans" in away and "INTERNAL" in away
+    assert "takes spans again" in back
+    assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
 def test_without_the_exporters_packages_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
