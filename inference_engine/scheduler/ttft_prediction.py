@@ -80,19 +80,16 @@ class Ahead:
     prefill_tokens: float
 
 
-def ahead_of(new: Load, running: Sequence[Load], waiting: Sequence[Load], room: Room) -> Ahead:
-    """The work before `new`, which arrives last. running: in the order they are served, longest unserved first."""
-    return _Play(new.owner, running, waiting, room).until(new)
-
-
 _NEW = 1 << 62  # in the order of arrival; those that come later have greater numbers
 
 
-class _Play:
+class QueuePlay:
     """A simulation of the queue in steps, under the rules of `scheduler/policy.py`, for the next Generate of an owner.
 
     Time 0 is the beginning of the step under way. Nothing begins before its end. At the end of a step all Generates
     that end with it give their places back; then those that wait begin.
+
+    running: in the order they are served, longest unserved first. most_ends: where the simulation is cut short.
     """
 
     def __init__(
@@ -364,7 +361,7 @@ class TTFTPredictor:
     # Of the queue as it is now, what runs and what waits, and by owner: under overload most calls are refused and leave
     # it so.
     _queue: tuple[Sequence[Load], Sequence[Load]] | None = None
-    _plays: dict[str, tuple[_Play, _Play | None]] = field(default_factory=dict)  # of all, and of the owner's own alone
+    _plays: dict[str, tuple[QueuePlay, QueuePlay | None]] = field(default_factory=dict)  # of all, and of the owner's own alone
     _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
@@ -428,12 +425,12 @@ class TTFTPredictor:
             if len(self._plays) >= _MOST_PLAYS:
                 self._plays.clear()
             runs, waits = self._queue
-            every, own = _Play(new.owner, runs, waits, self.room), None
+            every, own = QueuePlay(new.owner, runs, waits, self.room), None
             unserved = (*waits, *(load for load in runs if load.prefill_tokens))
             if any(load.owner != new.owner for load in unserved):
                 ends = every.own_ends_until(new)
                 runs, waits = ([load for load in loads if load.owner == new.owner] for loads in (runs, waits))
-                own = _Play(new.owner, runs, waits, self.room, most_ends=ends)
+                own = QueuePlay(new.owner, runs, waits, self.room, most_ends=ends)
             plays = self._plays[new.owner] = every, own
         every, own = plays
         return every.until(new), None if own is None else own.until(new)

@@ -14,7 +14,7 @@ from inference_engine.engine.generation import Generation
 from inference_engine.scheduler import ttft_prediction
 from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Prediction
-from inference_engine.scheduler.ttft_prediction import Lengths, Load, Room, ahead_of
+from inference_engine.scheduler.ttft_prediction import Lengths, Load, QueuePlay, Room
 from inference_engine.types import GenerateParams
 from laboratory.scripted import Script
 from tests.laws.variants import drain
@@ -35,7 +35,7 @@ def waiting(tokens: int, owner: str = "", prefill: int = 10) -> Load:
 
 
 def steps(new: Load, running: list[Load], queue: list[Load], room: Room = ROOM) -> float:
-    return ahead_of(new, running, queue, room).steps
+    return QueuePlay(new.owner, running, queue, room).until(new).steps
 
 
 def test_a_place_comes_free_when_the_first_running_generate_has_all_its_tokens() -> None:
@@ -118,7 +118,7 @@ def test_the_longest_queue_there_may_be_is_played_in_few_lines(waits: int, owner
     room = Room(max_running=128, max_running_per_owner=0, max_batch=64, segment_tokens=256)
     running = [decoding(500 + number, str(number % 16)) for number in range(128)]
     queue = [waiting(500, str(number % owners)) for number in range(waits)]
-    assert lines_of(lambda: ahead_of(waiting(5, owner), running, queue, room)) < MOST_LINES
+    assert lines_of(lambda: steps(waiting(5, owner), running, queue, room)) < MOST_LINES
 
 
 def test_the_lengths_of_an_owners_generates_are_known_from_its_own() -> None:
