@@ -361,7 +361,9 @@ class TTFTPredictor:
     # Of the queue as it is now, what runs and what waits, and by owner: under overload most calls are refused and leave
     # it so.
     _queue: tuple[Sequence[Load], Sequence[Load]] | None = None
-    _plays: dict[str, tuple[QueuePlay, QueuePlay | None]] = field(default_factory=dict)  # of all, and of the owner's own alone
+    _plays: dict[str, tuple[QueuePlay, QueuePlay | None]] = field(
+        default_factory=dict
+    )  # of all, and of the owner's own alone
     _changes: int = 0
     _lateness: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # when, ratio
 
