@@ -18,16 +18,20 @@ Links may lead elsewhere in the folder. In a snapshot of the hub's cache they ma
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from inference_engine.errors import ModelError
 from inference_engine.models.quantised_layout import QuantisedLayout, layout_in
 from inference_engine.models.safetensors_header import check_safetensors
+
+logger = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 GGUF_MAGIC = b"GGUF"  # the first bytes of a GGUF file
@@ -54,6 +58,8 @@ TOKENIZER_FILES = (
 )
 _MORE_TEMPLATES = "additional_chat_templates/"
 _OURS = ("manifest.json",)
+
+UNFIT = "transformers cannot load these weights with this configuration"
 
 # A configuration is kilobytes, an index of shards a few megabytes.
 MAX_JSON_BYTES = 2**26
@@ -362,6 +368,21 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+@contextmanager
+def refused_as(says: str) -> Iterator[None]:
+    """Any error of a library in here means that a file is not valid: it becomes a ModelError that says so.
+
+    A ModelError stays as it is. Details are in the log.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        logger.debug("%s", says, exc_info=True)
+        raise ModelError(f"{says} (log level DEBUG has the details)") from error
 
 
 def _may_be_missed(name: str) -> bool:

@@ -30,7 +30,7 @@ from inference_engine.config import (
 from inference_engine.errors import ModelError
 from inference_engine.models import gguf_tokenizer, gguf_vocabulary
 from inference_engine.models.checksums import sha256_of
-from inference_engine.models.folder import MAX_LAYERS
+from inference_engine.models.folder import MAX_LAYERS, refused_as
 from inference_engine.models.gguf_config import gguf_config
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.gguf_tokenizer import write_tokenizer
@@ -66,14 +66,8 @@ def read_gguf_config(path: Path) -> PretrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[content.pop("model_type")]
-    try:
+    with refused_as(f"{path}: not a configuration that {kind.__name__} can be made of"):
         config: PretrainedConfig = kind(**content)
-    except Exception as error:
-        # Any exception of the library means that the values are invalid.
-        logger.debug("%s has no valid configuration", path, exc_info=True)
-        raise ModelError(
-            f"{path}: not a configuration that {kind.__name__} can be made of (log level DEBUG has the details)"
-        ) from error
     return config
 
 

@@ -28,6 +28,7 @@ from inference_engine.models.folder import (
     GGUF_MAGIC,
     GGUF_SUFFIX,
     INDEX,
+    UNFIT,
     asks_for_code,
     check_configuration,
     check_names,
@@ -39,6 +40,7 @@ from inference_engine.models.folder import (
     layout_of,
     name_of_gguf,
     read_json,
+    refused_as,
     weight_files,
     weights_read,
     without_code,
@@ -198,20 +200,13 @@ def read_config(found: FoundModel) -> PretrainedConfig:
             f"{path}: the model has a class {own} of its own, in code that is never run; what is built in for its type "
             f"{content['model_type']!r} is {built_in[0]}, which may not be the same model"
         )
-    try:
-        with _alone(content, found.folder, ()) as folder, _without_its_warnings():
-            config: PretrainedConfig = AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-    except ModelError:
-        raise
-    except Exception as error:
-        # Any exception of the library means that the configuration is invalid.
-        logger.debug("%s cannot be read", path, exc_info=True)
-        raise ModelError(
-            f"{path}: not a configuration of the type {content['model_type']!r} that transformers "
-            f"{transformers.__version__} can read (log level DEBUG has the details)"
-        ) from error
+    readable = f"that transformers {transformers.__version__} can read"
+    with (
+        refused_as(f"{path}: not a configuration of the type {content['model_type']!r} {readable}"),
+        _alone(content, found.folder, ()) as folder,
+        _without_its_warnings(),
+    ):
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config()
     types, window = getattr(text, "layer_types", None) or (), getattr(text, "sliding_window", None)
     if "sliding_attention" in types and not window:
@@ -437,27 +432,18 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
     from inference_engine.models.configuration import configuration_of
 
     configuration = configuration_of(folder)
-    try:
-        with _alone(configuration.content, folder, weights_read(folder)) as alone:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                alone,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
-                output_loading_info=True,
-            )
-    except ModelError:
-        raise
-    except Exception as error:
-        # Any exception of the library means that the folder is invalid.
-        logger.debug("%s cannot be loaded", folder, exc_info=True)
-        raise ModelError(
-            f"{folder}: transformers cannot load these weights with this configuration (log level DEBUG has the "
-            "details)"
-        ) from error
+    weights = weights_read(folder)
+    with refused_as(f"{folder}: {UNFIT}"), _alone(configuration.content, folder, weights) as alone:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            alone,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
+            output_loading_info=True,
+        )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if keys := sorted(key for key in map(str, info[kind]) if not key.startswith(configuration.left_out)):
             raise ModelError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +14,13 @@ from inference_engine.errors import ModelError
 from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_codes
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
 from inference_engine.models.families.list_writer import EMBEDDING, HEAD
+from inference_engine.models.folder import UNFIT, refused_as
 from inference_engine.models.quantised_layout import QuantisedLayout
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-logger = logging.getLogger(__name__)
 
 _TYPES = {
     "F32": torch.float32,
@@ -47,7 +46,7 @@ def load_quantised(
 
     files = SafetensorsCheckpoint(folder)
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    try:
+    with refused_as(f"{folder}: {UNFIT}"):
         with torch.device("meta"):
             empty = kind(copy.deepcopy(config))
         shapes = {name: tuple(part.shape) for name, part in empty.named_parameters()}
@@ -71,15 +70,6 @@ def load_quantised(
             matrix = _matrix(files, layout, stem, module.out_features, module.in_features)
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, QuantisedLinear(matrix, module.bias, dtype))
-    except ModelError:
-        raise
-    except Exception as error:
-        # Any exception of the libraries means that the folder is invalid.
-        logger.debug("%s cannot be loaded", folder, exc_info=True)
-        raise ModelError(
-            f"{folder}: transformers cannot load these weights with this configuration (log level DEBUG has the "
-            "details)"
-        ) from error
     return model
 
 

@@ -6,18 +6,17 @@ A number takes the bytes of its dtype, however few it has in the file.
 from __future__ import annotations
 
 import copy
-import logging
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
 from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.families.list_writer import HEAD
+from inference_engine.models.folder import UNFIT, refused_as
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-logger = logging.getLogger(__name__)
 
 _EXPERTS = ".mlp.experts."
 
@@ -31,7 +30,7 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{path}: {config.model_type} is no model of text alone, and is not unpacked for torch")
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    try:
+    with refused_as(f"{path}: {UNFIT}"):
         with torch.device("meta"):
             made = kind(copy.deepcopy(config))
         wanted = {name: tuple(part.shape) for name, part in made.state_dict().items()}
@@ -49,13 +48,6 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
         model: PreTrainedModel = kind.from_pretrained(
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
         )
-    except ModelError:
-        raise
-    except Exception as error:
-        logger.debug("%s cannot be loaded", path, exc_info=True)
-        raise ModelError(
-            f"{path}: transformers cannot load these weights with this configuration (log level DEBUG has the details)"
-        ) from error
     return model
 
 
