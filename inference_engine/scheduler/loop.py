@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,6 @@ from inference_engine.errors import (
     ConstraintFailed,
     Draining,
     InternalError,
-    Overloaded,
     QuotaExceeded,
     RequestError,
     SessionClosed,
@@ -33,16 +32,16 @@ from inference_engine.errors import (
 )
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.metrics import EngineMetrics
+from inference_engine.scheduler.arrivals import Arrivals, by_owner
 from inference_engine.scheduler.batching import Batching
 from inference_engine.scheduler.commit import StepResults
 from inference_engine.scheduler.lifecycle import Beginnings, Endings, is_out_of_memory
-from inference_engine.scheduler.policy import admit, may_join, places
+from inference_engine.scheduler.policy import admit
 from inference_engine.scheduler.request import Request, RequestState
 from inference_engine.scheduler.sharing import Sharing
 from inference_engine.scheduler.speculation import Drafting, Speculation, draft_forced, most_draft_tokens
-from inference_engine.scheduler.step_time import EndPace, StepTimer
+from inference_engine.scheduler.step_time import StepTimer
 from inference_engine.scheduler.stream_notify import StreamNotifier
-from inference_engine.scheduler.ttft_prediction import Room, TTFTPredictor
 from inference_engine.session.journal import Journal
 from inference_engine.session.snapshots import NoSnapshots, OpenSnapshots
 from inference_engine.session.store import SessionStore
@@ -55,7 +54,6 @@ _HOUSEKEEPING_SECONDS = 0.05
 _DRAFT_TOKENS = 16  # draft tokens that a session is granted memory for at most, if any is free
 _MATCHING_SECONDS = 0.0005  # between two looks whether a constraint's worker is done
 _CLEAN_BYTES = 32 * 2**20  # of memory given back, zeroed before a step: a few milliseconds on a CPU
-_LEAST_RETRY_SECONDS, _MOST_RETRY_SECONDS = 0.05, 60.0
 _BEHIND_SECONDS = 0.02  # between two looks whether the journal has caught up
 _STUCK_SECONDS = 30.0  # a step that takes longer does not block a shutdown
 
@@ -133,14 +131,7 @@ class Scheduler:
         self._queued: deque[Request] = deque()  # in order of arrival
         self._running: deque[Request] = deque()  # longest unserved first
         self._constrained: set[Request] = set()  # of the running ones
-        self._ends = EndPace()
-        room = Room(
-            max_running=config.max_running,
-            max_running_per_owner=config.max_running_per_owner,
-            max_batch=config.max_batch,
-            segment_tokens=config.segment_tokens,
-        )
-        self._ttft = TTFTPredictor(room, config.max_first_token_seconds)
+        self._arrivals = Arrivals(config, metrics, clock)
         self._last_step: tuple[float, int] | None = None  # when it began, and its tokens, if the next one follows it
         self._overlaps = verifier.launches_ahead(config.overlap)
         self._flight: Flight | None = None  # the step on the device, if it was launched ahead
@@ -175,60 +166,20 @@ class Scheduler:
                 self._metrics.refused.labels("draining").inc()
                 raise Draining
             request.prefill_tokens = request.foreseen_tokens(found)
-            ahead = self._places_ahead(request.session.owner)
-            self._foresee(request, is_alone=not ahead, refuse_late=refuse_late)
+            ahead = self._arrivals.places_ahead(request.session.owner, self._running, self._queued)
+            self._arrivals.foresee(
+                request,
+                self._running,
+                self._queued,
+                changes=self._changes,
+                is_alone=not ahead,
+                refuse_late=refuse_late,
+            )
             # Sent before the loop can see the request, so that it is the first event.
             request.listener(Accepted(ahead, request.prefill_tokens))
             self._queued.append(request)
             self._changes += 1
             self._wake.notify_all()
-
-    def _places_ahead(self, owner: str) -> int:
-        """Generates of the owner that wait or run. Raises Overloaded or QuotaExceeded if one more may not wait."""
-        config = self._config
-        running, waiting = _by_owner(self._running), _by_owner(self._queued)
-        most = config.max_queued_per_owner
-        free = places(owner, running, most=config.max_running, most_per_owner=config.max_running_per_owner)
-        if most and waiting[owner] >= most + free:
-            self._metrics.refused.labels("owner_queue").inc()
-            raise QuotaExceeded(
-                "max_queued_per_owner",
-                most,
-                f"{waiting[owner]} Generates of yours are waiting, as many as one owner's may; retry later",
-                retry_after_seconds=self._seconds_until_next(waiting),
-            )
-        room = config.max_queued + max(0, config.max_running - running.total())
-        if not may_join(owner, waiting, most=room):
-            self._metrics.refused.labels("queue").inc()
-            raise Overloaded(
-                f"{waiting.total()} Generates are waiting already; retry later",
-                retry_after_seconds=self._seconds_until_next(waiting),
-            )
-        return waiting[owner] + running[owner]
-
-    def _foresee(self, request: Request, *, is_alone: bool, refuse_late: bool) -> None:
-        """Predict its wait. Raises Overloaded if that is too long because of other owners, but never for an owner's
-        only Generate."""
-        if not self._config.max_first_token_seconds:
-            return
-        request.predicted = self._ttft.predict(request, self._running, self._queued, changes=self._changes)
-        if request.predicted is None:
-            return
-        lateness = self._ttft.lateness(self._clock())
-        wait = request.predicted.counted * lateness
-        limit = self._ttft.longest_seconds(len(self._running), lateness)
-        self._metrics.predicted_wait_seconds.observe(request.predicted.wait * lateness)
-        if refuse_late and wait > limit and not is_alone:
-            self._metrics.refused.labels("first_token").inc()
-            raise Overloaded(
-                f"this Generate would wait {wait:.1f} s, for other owners' too, before its first token, and the server "
-                f"allows {limit:.3g} s; retry later",
-                retry_after_seconds=min(max(wait - limit, _LEAST_RETRY_SECONDS), _MOST_RETRY_SECONDS),
-            )
-
-    def _seconds_until_next(self, waiting: Counter[str]) -> float:
-        """When one more Generate of an owner will have begun: owners take turns."""
-        return self._ends.seconds_for(len(waiting), self._clock())
 
     def between_steps(self, task: Callable[[], None]) -> None:
         """Run `task` on the loop's thread, soon, and before any request that is submitted later. It must not raise."""
@@ -355,7 +306,7 @@ class Scheduler:
         """Which of them there is a place for now, by index."""
         owners = [request.session.owner for request in waiting]
         most, most_per_owner = self._config.max_running, self._config.max_running_per_owner
-        return admit(owners, _by_owner(self._running), most=most, most_per_owner=most_per_owner)
+        return admit(owners, by_owner(self._running), most=most, most_per_owner=most_per_owner)
 
     def _step(self) -> None:
         """One step, or, where steps are launched ahead: launch the next one, then settle the one before it."""
@@ -663,7 +614,7 @@ class Scheduler:
         """
         with self._lock:
             if last is not None:
-                self._ttft.stepped(*last)
+                self._arrivals.stepped(*last)
             if list(self._running) == batch:
                 return
             served = set(batch)
@@ -678,7 +629,7 @@ class Scheduler:
             now = self._clock()
             with self._lock:
                 for request in answered:
-                    self._ttft.answered(request, now)
+                    self._arrivals.answered(request, now)
             for request in answered:
                 self.snapshots.prefilled(request.prefill_tokens, now - request.started_at)
 
@@ -701,8 +652,7 @@ class Scheduler:
                 return
             self._running.remove(request)
             self._constrained.discard(request)
-            self._ttft.ended(request)
-            self._ends.ended(self._clock())
+            self._arrivals.ended(request)
 
 
 def _continues(request: Request) -> bool:
@@ -717,7 +667,3 @@ def _continues(request: Request) -> bool:
         and (request.matching is None or request.matching.goes_on(is_drafted=request.params.drafting))
         and (length <= request.secured_length or kv.covers(length))
     )
-
-
-def _by_owner(requests: Iterable[Request]) -> Counter[str]:
-    return Counter(request.session.owner for request in requests)
