@@ -32,6 +32,8 @@ ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608
 COUNT ?= 200
+FRONT ?= envoy haproxy tcp
+HOW ?= kill
 TURNS ?= 200
 SECONDS ?= 14400
 SOAK ?= --interleavings 100000 --cancels 10000 --calls 2000000 --messages 10000000 --guided-seconds 1800 \
@@ -46,7 +48,7 @@ endif
 # What each of several steps at once says stays together, where this make can do that.
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
-.PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults seeded-bugs
+.PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults soak-replicas seeded-bugs
 .PHONY: clean sanitize fronts postgres
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
@@ -190,6 +192,9 @@ soak-long: developed ## conversation after conversation for SECONDS=14400, each 
 soak-kill soak-power soak-faults: $(DEVELOPED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
+soak-replicas: $(DEVELOPED) ## servers on one database behind FRONT=envoy|haproxy|nginx|tcp, HOW=kill|freeze|roll|database, COUNT=200 of each
+	@$(BIN)/python scripts/soak_journal.py replicas --front $(FRONT) --how $(HOW) --count $(COUNT) $(ARGS)
+
 seeded-bugs: developed ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
@@ -237,7 +242,7 @@ $(TYPESCRIPT)/node_modules/.package-lock.json: $(TYPESCRIPT)/package.json $(TYPE
 	@touch $@
 
 # Agents of this SDK talk on while their server is killed.
-unit soak-kill: $(TYPESCRIPT)/dist/index.js
+unit soak-kill soak-replicas: $(TYPESCRIPT)/dist/index.js
 $(TYPESCRIPT)/dist/index.js: $(TYPESCRIPT)/node_modules/.package-lock.json $(wildcard $(TYPESCRIPT)/src/*.ts)
 	@$(NPM) run build
 	@touch $@

@@ -4,6 +4,9 @@
     python scripts/soak_journal.py power --count 100000   states of the disk that a loss of power could leave
     python scripts/soak_journal.py faults --count 1000    flipped bits, errors of the first calls of the disk, disks
                                                           that fill up, folders that cannot be written
+    python scripts/soak_journal.py replicas --front envoy tcp --how kill freeze --count 300
+                                                          servers that share a database behind each of these fronts,
+                                                          disturbed in each of these ways (`tests/replicas/replicas.py`)
 
 Kills have three forms: of an engine that acknowledges through a pipe, and of a server under agents of each SDK. What
 happens in the lives that they end:
@@ -69,7 +72,6 @@ FORMS = {
     "python": ("a server under agents of the Python SDK", 1),
     "typescript": ("a server under agents of the TypeScript SDK", 1),
     "postgres": ("a server on PostgreSQL under agents of the Python SDK", 1),
-    "replicas": ("two servers on PostgreSQL, also frozen, under agents of the Python SDK", 1),
 }
 # Counts of kills that a record has beside those of kills and tokens: what they are called, and their units.
 BY_AGENTS = {
@@ -88,13 +90,17 @@ COUNTED = {
     },
     "python": BY_AGENTS | REWINDS,
     "postgres": BY_AGENTS | REWINDS,
-    "replicas": BY_AGENTS | REWINDS | {"freezes": ("freezes", "freezes")},
     "typescript": BY_AGENTS,
 }
 Call = tuple[str, int, int, Mapping[str, Any]]  # of `part`
 Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its counts, what is wrong, agents that gave up
 # Of the journal, below inference_engine/session/.
 SOURCES = ("*journal*.py", "postgres*.py", "sqlite_tables.py", "wal_scan.py", "writer.py")
+# Disturbances of one part; how servers are disturbed, and how one with a bug is, which has to be caught.
+DISTURBED_AT_ONCE = {"kill": 100, "freeze": 10, "roll": 20, "database": 6}
+DISTURBED_CONTROLS = ("kill", "freeze")
+DISTURBED_LEASE_SECONDS = 5.0
+GAP = "ms of waiting: "  # in a part's counts, with a number behind it, how often
 CAUGHT = "kills until the control is caught"
 # What an outcome of `tests/session/talks.py` is called in a record.
 OUTCOMES = {
@@ -111,6 +117,8 @@ OUTCOMES = {
 }
 BASELINE = {
     "kill": "the scripted model's law, token for token; one that answers before it records has to be caught",
+    "replicas": "the scripted model's law, token for token, and what is true when a server wakes; one that answers "
+    "before it records, and one that does not ask for its lease, have to be caught",
     "power": "what was sent to clients by then; a log whose syncs are left out has to be caught",
     "faults": "what was sent to clients by then; flips where nothing is checked have to be caught",
 }
@@ -135,7 +143,8 @@ class Part:
     @property
     def size(self) -> int:
         """How much was done: kills have tokens and sessions beside them, what others count is of one unit."""
-        return self.counts.get("kills", 0) if self.unit == "kills" else sum(self.counts.values())
+        is_one_of_several = self.unit in ("kills", "disturbances")
+        return self.counts.get(self.unit, 0) if is_one_of_several else sum(self.counts.values())
 
 
 def read_parts(files: Sequence[Path], where: Mapping[str, Any]) -> list[Part]:
@@ -293,6 +302,8 @@ def _part(name: str, seed: int, size: int, options: Mapping[str, Any]) -> Found:
         try:
             if name in FORMS:
                 return kill_part(name, state, seed, size, **options)
+            if name == "replicas":
+                return disturb_part(seed, size, **options)
             state.mkdir()
             if name in ("states", "states control"):
                 return name, cut_power(state, seed=seed, states=size, **options), [], []
@@ -313,10 +324,6 @@ def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]
         from tests.load.piped import kill_engines
 
         return kill_engines
-    if form == "replicas":
-        from tests.replicas.replicas import kill_replicas
-
-        return kill_replicas
     from tests.load.kills import Agents, NodeAgents, kill_often
 
     return partial(kill_often, of=NodeAgents if form == "typescript" else Agents)
@@ -325,7 +332,7 @@ def killer(form: str) -> Callable[..., tuple[Counter[str], list[str], list[str]]
 def forms_here() -> list[str]:
     from tests.load.kills import has_node_agents
 
-    left_out = {"typescript": not has_node_agents(), "postgres": programs() is None, "replicas": programs() is None}
+    left_out = {"typescript": not has_node_agents(), "postgres": programs() is None}
     return [form for form in FORMS if not left_out.get(form)]
 
 
@@ -337,7 +344,7 @@ def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, 
         given["is_over"] = lambda: False
     with ExitStack() as stack:
         place: Path | str = state
-        if form in ("postgres", "replicas"):
+        if form == "postgres":
             is_synced = durability == "power"
             place = stack.enter_context(postgres_server(is_synced=is_synced)).database()
         counts, wrong, gave_up = kill(place, durability, **given)
@@ -346,6 +353,60 @@ def kill_part(form: str, state: Path, seed: int, size: int, *, durability: str, 
     name = f"{form}, {durability}"
     wrong, gave_up = ([f"{name}, seed {seed}: {one}" for one in found] for found in (wrong, gave_up))
     return name, counts, wrong, gave_up
+
+
+def disturb_part(seed: int, size: int, *, how: str, front: str, is_control: bool = False) -> Found:
+    """A control counts the disturbances until it was caught, -1: it was not."""
+    from tests.replicas.replicas import EARLY, UNPROVED, disturb
+
+    bug = (EARLY if how == "kill" else UNPROVED) if is_control else ""
+    durability = "power" if how == "database" else ("process", "power")[seed % 2]
+    counts, wrong, gave_up, gaps = disturb(
+        how,
+        front,
+        count=size,
+        seed=seed,
+        durability=durability,
+        control=bug,
+        lease_seconds=DISTURBED_LEASE_SECONDS,
+        is_over=(lambda: False) if is_control else is_over,
+    )
+    if is_control:
+        return f"{how} control", Counter(disturbances=counts["disturbances"] + 1 if wrong else -1), [], []
+    counts.update(f"{GAP}{round(1000 * gap)}" for gap in gaps)
+    name = f"{how}, {front}, {durability}"
+    wrong, gave_up = ([f"{name}, seed {seed}: {one}" for one in found] for found in (wrong, gave_up))
+    return name, counts, wrong, gave_up
+
+
+def disturbances(count: int, seed: int, soak: Soak, fronts: Sequence[str], hows: Sequence[str]) -> None:
+    for how in set(hows) & set(DISTURBED_CONTROLS):
+        if not soak.of(f"{how} control"):
+            options = {"how": how, "front": "tcp", "is_control": True}
+            soak.in_parts(iter([("replicas", seed, CONTROL_KILLS, options)]), "disturbances")
+    for how, front in ((how, front) for how in hows for front in fronts):
+        options = {"how": how, "front": front}
+        batches = soak.batches(f"{how}, {front}", count, DISTURBED_AT_ONCE[how], seed)
+        parts: Iterator[Call] = (("replicas", number, size, options) for number, size in batches)
+        soak.in_parts(parts, "disturbances")
+    for how in DISTURBED_AT_ONCE:
+        for part in soak.of(f"{how} control"):
+            soak.count(f"{how}, until the control is caught", part.counts["disturbances"], "disturbances")
+            if part.counts["disturbances"] < 0:
+                soak.faults.append(f"{how}: the control was not caught")
+        for front in sorted({part.name.split(", ")[1] for part in soak.of(how)}):
+            found = soak.summed(f"{how}, {front}")
+            for name in ("disturbances", "tokens", "sessions", "fork", "rewind", "close", "came back"):
+                called, unit = ({name: (name, name) for name in ("disturbances", "tokens")} | BY_AGENTS | REWINDS)[name]
+                soak.count(f"{how}, {front}, {called}", found[name], unit)
+            gaps = sorted(
+                Counter({int(name[len(GAP) :]): found[name] for name in found if name.startswith(GAP)}).elements()
+            )
+            soak.count(f"{how}, {front}, waits over one", len(gaps), "waits")
+            for called, share in (("median wait", 0.5), ("p99 of waits", 0.99), ("longest wait", 1.0)):
+                if gaps:
+                    soak.count(f"{how}, {front}, {called}", gaps[min(len(gaps) - 1, int(share * len(gaps)))], "ms")
+    soak.count("agents that gave up without an answer", len(soak.gave_up), "agents")
 
 
 def kills(count: int, seed: int, soak: Soak, forms: Sequence[str]) -> None:
@@ -438,7 +499,7 @@ def said(outcomes: Mapping[str, int], what: str, soak: Soak, unit: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kill", "power", "faults"))
+    parser.add_argument("what", choices=("kill", "power", "faults", "replicas"))
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no new part is begun after so long")
@@ -446,6 +507,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--forms", nargs="+", choices=tuple(FORMS), help="of kills (default: all, the last if its SDK is built)"
     )
+    parser.add_argument("--front", nargs="+", choices=("envoy", "haproxy", "nginx", "tcp"), default=["envoy"])
+    parser.add_argument("--how", nargs="+", choices=tuple(DISTURBED_AT_ONCE), default=["kill"])
     parser.add_argument(
         "--parts", type=Path, action="append", default=[], help="a file of parts; new ones go into the first"
     )
@@ -467,6 +530,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.what == "kill":
             kills(args.count, args.seed, soak, args.forms or forms_here())
+        elif args.what == "replicas":
+            disturbances(args.count, args.seed, soak, args.front, args.how)
         else:
             {"power": power, "faults": faults}[args.what](args.count, args.seed, soak)
     finally:

@@ -1,6 +1,6 @@
 // Agents of the TypeScript SDK, which talk on while their server is killed; `kills.py` holds what they say against the law.
 //
-//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience> <seconds of rest> [<file of authorities>]
+//     node tests/load/agents.mjs <target> <agents> <seed> <seconds of patience> <seconds of rest> <seconds of a wait> [<file of authorities>]
 //
 // Each line on standard output is what an agent received. The end of standard input lets each end its session.
 import { setTimeout as sleep } from "node:timers/promises";
@@ -12,8 +12,8 @@ const REWINDING = 10;
 const RESTING = 5;
 
 const target = process.argv[2];
-const [agents, seed, patienceSeconds, restSeconds] = process.argv.slice(3, 7).map(Number);
-const authorities = process.argv[7];
+const [agents, seed, patienceSeconds, restSeconds, noticedSeconds] = process.argv.slice(3, 8).map(Number);
+const authorities = process.argv[8];
 let isOver = false;
 process.stdin.on("end", () => (isOver = true)).resume();
 
@@ -63,15 +63,26 @@ async function talk(client, agent, below) {
 
 async function turn(agent, session, below) {
   const ids = Array.from({ length: 1 + below(29) }, () => below(256));
+  const waits = [];
+  let began = Date.now() / 1000;
+  const waited = () => {
+    const now = Date.now() / 1000;
+    if (now - began > noticedSeconds) waits.push([began, now]);
+    began = now;
+  };
   tell(agent, { session: session.id, appended: ids, length: await session.append(ids) });
+  waited();
   const most = 1 + below(39);
   const isDrawn = below(2) === 1;
   const stream = session.generate(most, isDrawn ? { temperature: 1 } : {});
   const received = [];
-  for await (const token of stream) received.push(token);
+  for await (const token of stream) {
+    received.push(token);
+    waited();
+  }
   const done = await stream.result();
   const seed = isDrawn ? String(done.seed) : null;
-  tell(agent, { session: session.id, received, most, seed, length: done.historyLength });
+  tell(agent, { session: session.id, received, most, seed, waits, length: done.historyLength });
 }
 
 /** Long enough to leave memory; then the history comes back as it was. */

@@ -1,4 +1,4 @@
-"""The journals of kills, and their control: one that tells before it records."""
+"""The journals of kills, and their controls: one tells before it records, one does not ask for its lease."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def opened(
     is_early: bool,
     of_database: Mapping[str, Any] = MappingProxyType({"replica": "server"}),
 ) -> KeptJournal:
-    """place: a folder, or the DSN of a database. is_early: the control. of_database: settings of such a journal."""
+    """place: a folder, or the DSN of a database. is_early: the control. of_database: settings of such a journal, and
+    whether it `is_unproved`."""
     if "=" not in place:
         kind = EarlyInAFolder if is_early else SQLiteJournal
         return kind(Path(place), durability, weights="scripted", metrics=metrics)
@@ -33,8 +34,14 @@ def opened(
     class EarlyInADatabase(Early, PostgresJournal):
         pass
 
-    in_a_database = EarlyInADatabase if is_early else PostgresJournal
-    return in_a_database(place, durability, weights="scripted", metrics=metrics, **of_database)
+    class Unproved(PostgresJournal):
+        def proof(self) -> Receipt:
+            return SAFE
+
+    is_unproved = of_database.get("is_unproved")
+    in_a_database = EarlyInADatabase if is_early else Unproved if is_unproved else PostgresJournal
+    settings = {name: value for name, value in of_database.items() if name != "is_unproved"}
+    return in_a_database(place, durability, weights="scripted", metrics=metrics, **settings)
 
 
 class Early(KeptJournal):

@@ -33,6 +33,7 @@ PATIENCE_SECONDS = 600.0  # of any machine, however busy
 AGENT = "agent"  # the name of its thread
 NO_ANSWER = (TransportError, DeadlineExceeded)
 MOST_TOKENS = 250  # of one session
+NOTICED_SECONDS = 0.1  # a wait for an answer or a token that is kept
 LONGEST_SECONDS = 0.5  # until a kill; most come sooner, when much is new
 # A life in so many is long, so that sessions leave memory in it.
 LONG_LIVES, LONG_SECONDS = 12, 2.0
@@ -47,13 +48,14 @@ class Nursery:
     """A process that has imported everything, and forks the lives of servers on one port, one at a time."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.target = f"127.0.0.1:{port}"
+        with socket.socket() as free, socket.socket() as too:
+            for one in (free, too):
+                one.bind(("127.0.0.1", 0))
+            self.target, self.metrics = (f"127.0.0.1:{one.getsockname()[1]}" for one in (free, too))
         self._life = 0
+        program = str(Path(__file__).with_name("serve_lives.py"))
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("serve_lives.py")), str(port), str(IDLE_TTL_SECONDS)],
+            [sys.executable, program, self.target, self.metrics, str(IDLE_TTL_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -67,15 +69,16 @@ class Nursery:
         durability: str,
         *,
         is_early: bool,
+        is_unproved: bool = False,
         replica: str = "server",
         lease_seconds: float = 5.0,
     ) -> None:
         """Returns once a life can be reached. is_early: it is the control. Fails for a life that ends before that.
 
-        replica, lease_seconds: of a server on a database.
+        replica, lease_seconds: of a server on a database. is_unproved: the control that does not ask for its lease.
         """
         assert self._process.stdin is not None
-        line = json.dumps([str(folder), durability, is_early, replica, lease_seconds])
+        line = json.dumps([str(folder), durability, is_early, is_unproved, replica, lease_seconds])
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         life = self._line()
@@ -140,7 +143,8 @@ class Agents:
     """Threads that talk until they are stopped. wrong: what was not as it has to be.
 
     gave_up: agents that had no answer for as long as their patience lasts, while the server was killed again and again.
-    Nothing that they received was wrong.
+    Nothing that they received was wrong. waits: for an append's answer or a token, from and to when (`time.time`), if
+    longer than NOTICED_SECONDS.
     """
 
     def __init__(
@@ -155,6 +159,7 @@ class Agents:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gave_up: list[str] = []
+        self.waits: list[tuple[float, float]] = []
         self._target = target
         self._tls = tls
         self._retry = RetryPolicy(first_delay_seconds=0.02, max_delay_seconds=0.1, patience_seconds=patience_seconds)
@@ -226,18 +231,28 @@ class Agents:
 
     def _turn(self, session: Session, history: list[int], rng: random.Random) -> None:
         ids = [rng.randrange(256) for _ in range(rng.randrange(1, 30))]
+        began = time.time()
         length = session.append(ids)
+        began = self._waited(began)
         history += ids
         assert length == len(history), f"an append is answered with {length}, and {len(history)} were appended"
         first, most, is_drawn = len(history), rng.randrange(1, 40), rng.random() < 0.5
         stream = session.generate(most, temperature=1.0 if is_drawn else None)
-        received = list(stream)
+        received = []
+        for token in stream:
+            received.append(token)
+            began = self._waited(began)
         done = stream.result()
         history += received
         found = (len(received), done.history_length)
         assert found == (most, len(history)), (found, most)
         LAW.check(history, first, done.seed if is_drawn else None)
         self.counts["tokens"] += len(received)
+
+    def _waited(self, began: float) -> float:
+        if (now := time.time()) - began > NOTICED_SECONDS:
+            self.waits.append((began, now))
+        return now
 
     def _rest(self, client: Client, session: Session, history: list[int]) -> None:
         """Long enough to leave memory; then the history comes back as it was."""
@@ -275,11 +290,12 @@ class NodeAgents:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.gave_up: list[str] = []
+        self.waits: list[tuple[float, float]] = []
         self._histories: dict[str, list[int]] = {}  # by session
         self._is_over = False
         assert has_node_agents(), f"{SDK} is not built: npm ci && npm run build there, with Node.js 20 or newer"
         command = [NODE, str(Path(__file__).with_name("agents.mjs")), target, str(count), str(seed)]
-        command += [str(patience_seconds), str(1.5 * IDLE_TTL_SECONDS), *([str(ca)] if ca else [])]
+        command += map(str, (patience_seconds, 1.5 * IDLE_TTL_SECONDS, NOTICED_SECONDS, *([ca] if ca else [])))
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
         )
@@ -338,6 +354,7 @@ class NodeAgents:
             self.counts["rewind"] += 1
             session = line["rewound"]
         history = self._histories[session]
+        self.waits += [(began, ended) for began, ended in line.get("waits", ())]
         if "received" in line:
             first, received = len(history), line["received"]
             history += received

@@ -12,14 +12,14 @@ import grpc.aio
 from kakeya.v1 import runtime_pb2 as pb
 from tests.further import further_test
 from tests.kept import Database
-from tests.replicas.replicas import LEASE_SECONDS, kill_replicas, replicas
+from tests.replicas.replicas import LEASE_SECONDS, replicas
 from tests.replicas.test_ownership import ELSEWHERE, PASSING, until_there
 from tests.server.wire import HISTORY, Client, Details, read_rest, refused
 
 
 @further_test
 async def test_a_killed_server_s_session_goes_on_and_a_frozen_one_tells_nothing_stale(database: Database) -> None:
-    with replicas(database.dsn, "process") as (_, made, begin):
+    with replicas(database.dsn, "process") as (made, begin):
         channels = [grpc.aio.insecure_channel(one.target) for one in made]
         async with channels[0] as here, channels[1] as there:
             client, other = Client(here), Client(there)
@@ -65,17 +65,3 @@ async def test_a_killed_server_s_session_goes_on_and_a_frozen_one_tells_nothing_
             assert (await refused(read_rest(endless))).reason == ELSEWHERE
             # It has its model still, and gets the session back when it is asked.
             assert await until_there(lambda: client.append(session, [7])) == length + 11
-
-
-@further_test
-def test_agents_of_servers_that_are_killed_and_frozen_by_turns_notice_pauses_alone(database: Database) -> None:
-    counts, wrong, gave_up = kill_replicas(database.dsn, "process", kills=14, agents=4, seed=1)
-    assert (wrong, gave_up) == ([], [])
-    assert (counts["kills"], counts["freezes"]) == (12, 2)
-    assert counts["tokens"]
-
-
-@further_test
-def test_servers_that_tell_before_they_record_are_caught(database: Database) -> None:
-    _, wrong, _ = kill_replicas(database.dsn, "process", kills=20, agents=4, seed=2, is_early=True, freezes_every=0)
-    assert wrong
