@@ -17,7 +17,6 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.session.history import TokenIds
-from inference_engine.session.session import Session
 from inference_engine.types import GenerateParams, ModelFacts, TokenSet
 
 logger = logging.getLogger(__name__)
@@ -178,8 +177,7 @@ def check_first(first: int, length: int) -> None:
         raise InvalidArgument("first_position", f"must be at most {length}, the history's length, got {first}")
 
 
-def check_length(session: Session, expected: int | None) -> None:
+def check_length(session_id: str, length: int, expected: int | None) -> None:
     """Raise HistoryLengthMismatch if the caller expects another length."""
-    length = len(session.history)
     if expected is not None and expected != length:
-        raise HistoryLengthMismatch(expected, length, session_id=session.session_id)
+        raise HistoryLengthMismatch(expected, length, session_id=session_id)

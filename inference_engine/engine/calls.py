@@ -115,18 +115,18 @@ class Repeated(Generic[Reply]):
         self._metrics.replays.inc()
         return replace(reply, is_replayed=True)
 
-    def remember(self, call: Call | None, reply: Reply, session: Session) -> None:
-        """Keep the reply to a call that has an id, in memory and in the journal."""
+    def remember(
+        self, call: Call | None, reply: Reply, session_id: str, journal: Journal, *, length: int, is_closed: bool
+    ) -> None:
+        """Keep the reply to a call that has an id, in memory and in the journal. length: of the session's history."""
         if call is None:
             return
-        self._replies.remember(call, reply, session_id=session.session_id)
-        if session.is_closed:
-            self._replies.session_ended(session.session_id, session.owner)  # from now on it expires
-        if session.journal.keeps:
-            position, text = len(session.history), self._to_text(reply)
-            session.journal.reply(
-                ReplyRecord(session.session_id, call.owner, self.kind, call.request_id, call.digest, position, text)
-            )
+        self._replies.remember(call, reply, session_id=session_id)
+        if is_closed:
+            self._replies.session_ended(session_id, call.owner)  # from now on it expires
+        if journal.keeps:
+            text = self._to_text(reply)
+            journal.reply(ReplyRecord(session_id, call.owner, self.kind, call.request_id, call.digest, length, text))
 
     def forget(self, call: Call | None) -> None:
         """The call was undone. Called with the store locked."""
@@ -222,11 +222,34 @@ class Calls:
                 return known
             if call.session_id is not None:
                 session = kind.find(call)
-                check_length(session, call.expected_history_length)
+                check_length(session.session_id, len(session.history), call.expected_history_length)
                 start, uses = len(session.history), session.uses
             reply, answered = act(session)
-            kind.remember(identity, reply, answered)
+            kind.remember(
+                identity,
+                reply,
+                answered.session_id,
+                answered.journal,
+                length=len(answered.history),
+                is_closed=answered.is_closed,
+            )
             return reply
+
+    def close_claimed(self, call: SessionCall, length: int) -> HistoryLength:
+        """Close a session of which memory has nothing. Called with the store locked.
+
+        Raises InvalidArgument, HistoryLengthMismatch, and as `refuse_when_blocked`; then the session is as it was.
+        """
+        session_id = call.session_id or ""
+        identity = self.closed.identify(call, session_id, call.expected_history_length)
+        check_length(session_id, length, call.expected_history_length)
+        self.closed.refuse()
+        reply = HistoryLength(tokens=length)
+        with self._journal.unit():
+            self._journal.close(session_id)
+            self._store.has_closed(session_id, call.owner)
+            self.closed.remember(identity, reply, session_id, self._journal, length=length, is_closed=True)
+        return reply
 
     def knows(self, request_id: bytes, owner: str) -> bool:
         """Is a reply to a call with this id of the owner's in memory? Ids of a session's own calls are left aside."""

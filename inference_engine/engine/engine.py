@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Unpack
@@ -515,7 +515,10 @@ class Engine:
         expected_history_length: int | None = None,
         owner: str = "",
     ) -> HistoryLength:
-        """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply."""
+        """As `close_session`; a call with the request id of an earlier one does nothing and returns its reply.
+
+        Of a session that is not in memory: see `close_kept`.
+        """
 
         def close(session: Session) -> tuple[HistoryLength, Session]:
             return HistoryLength(tokens=self._store.close(session_id, owner)), session
@@ -531,6 +534,29 @@ class Engine:
         self._scheduler.wake()
         return length
 
+    def close_kept(
+        self,
+        session_id: str,
+        *,
+        request_id: bytes = b"",
+        expected_history_length: int | None = None,
+        owner: str = "",
+    ) -> HistoryLength:
+        """As `close_once`, also of a session that the journal has and memory has not. Waits for the disk.
+
+        It does not come into memory: neither its history's size nor its model matter. Raises HistoryCorrupt if how long
+        it is cannot be read, and JournalFull, JournalAway, SessionElsewhere or EngineStalled as `recall`.
+        """
+        call = SessionCall(
+            session_id=session_id, request_id=request_id, owner=owner, expected_history_length=expected_history_length
+        )
+        while (closed := self._recall.close(call)) is None:
+            with suppress(SessionNotFound):  # it has left memory meanwhile
+                return self.close_once(
+                    session_id, request_id=request_id, expected_history_length=expected_history_length, owner=owner
+                )
+        return closed
+
     # -- what the journal keeps -------------------------------------------------------------------------------------
 
     @property
@@ -544,16 +570,14 @@ class Engine:
         """
         return self._recall.is_needed(session_id, owner, request_id)
 
-    def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"", to_close: bool = False) -> None:
+    def recall(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> None:
         """Bring back into memory what `is_elsewhere` found missing, as far as the journal has it. Waits for the disk.
 
         Call it before the call itself, which then sees a session that was here all the time. The session has no memory
         for K/V until it is used. Raises HistoryCorrupt, ModelMismatch, NoCapacity or QuotaExceeded, and the session
         stays in the journal as it is; JournalFull, JournalAway or EngineStalled if the journal cannot be read now.
-
-        to_close: the call closes the session, so its history may be more than its owner may have.
         """
-        self._recall.of_call(session_id, owner, request_id, to_close=to_close)
+        self._recall.of_call(session_id, owner, request_id)
 
     def receipt(self, session_id: str) -> Receipt:
         """Of what was done with a session last. What a client is sent about it waits until that is safe, errors

@@ -230,7 +230,7 @@ class Generates:
             reader: TranscriptReader | None = None
             try:
                 if known is not None:
-                    check_length(session, known.end_position)
+                    check_length(session.session_id, len(session.history), known.end_position)
                 self._refuse_without_place(session, params, known, forced)
                 self._store.ensure_memory(session)
                 self._store.secure(session, len(session.history) + (1 if forced is None else len(forced.token_ids)))
@@ -289,7 +289,7 @@ def _new_transcript(
     grammar: Grammar | None,
     call: Call | None,
 ) -> Transcript:
-    check_length(session, params.expected_history_length)
+    check_length(session.session_id, len(session.history), params.expected_history_length)
     if not len(session.history):
         raise InvalidArgument("history", "it is empty; append tokens to the session before generating")
     seed = secrets.randbits(64) if params.sampling.seed is None else params.sampling.seed

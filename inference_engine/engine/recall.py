@@ -9,9 +9,17 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from inference_engine.engine.calls import Calls
+from inference_engine.engine.calls import Calls, SessionCall
 from inference_engine.engine.generation import Generates
-from inference_engine.errors import HistoryCorrupt, InvalidArgument, ModelMismatch, RestorationFailed, SessionElsewhere
+from inference_engine.engine.results import HistoryLength
+from inference_engine.errors import (
+    HistoryCorrupt,
+    InvalidArgument,
+    ModelMismatch,
+    RestorationFailed,
+    SessionElsewhere,
+    SessionNotFound,
+)
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategy import KVStrategy
@@ -55,18 +63,41 @@ class Recall:
                 return False  # it was answered; its session may have ended by that
         return bool(request_id) or (bool(session_id) and not self._store.is_resident(session_id))
 
-    def of_call(self, session_id: str, owner: str, request_id: bytes, *, to_close: bool = False) -> None:
+    def of_call(self, session_id: str, owner: str, request_id: bytes) -> None:
         """Bring back what the call needs, as far as the journal has it. See `Engine.recall`."""
         if not self._journal.keeps:
             return
         if session_id:
             with self._alone(session_id):
                 if not self._store.is_resident(session_id):
-                    self._restore(session_id, owner, to_close=to_close)
+                    self._restore(session_id, owner)
         if request_id:  # waits for what the owner has recorded, so that no session of others waits for that
             replies = self._journal.replies_to(owner, request_id)
             with self._store.locked():
                 self._calls.restore(replies)
+
+    def close(self, call: SessionCall) -> HistoryLength | None:
+        """Close a session that is not in memory, as `Calls.once` does, and read nothing of it but its length.
+
+        None: it is in memory, or the call was answered. Raises SessionNotFound.
+        """
+        session_id, owner = call.session_id or "", call.owner
+        self.of_call("", owner, call.request_id)
+        if self._calls.closed.knows(call.request_id, owner=owner):
+            return None
+        with self._alone(session_id):
+            if self._store.is_resident(session_id):
+                return None
+            if (entry := self._journal.claim(session_id, owner)) is None:
+                raise SessionNotFound
+            with self._store.locked():
+                if not self._journal.has(session_id):  # since it was read
+                    raise SessionElsewhere
+                try:
+                    return self._calls.close_claimed(call, entry.history_length)
+                except BaseException:
+                    self._journal.leave(session_id, entry.used_at)
+                    raise
 
     @contextmanager
     def _alone(self, session_id: str) -> Iterator[None]:
@@ -81,7 +112,7 @@ class Recall:
                 self._coming.remove(session_id)
                 self._has_come.notify_all()
 
-    def _restore(self, session_id: str, owner: str, *, to_close: bool) -> None:
+    def _restore(self, session_id: str, owner: str) -> None:
         began, outcome = time.perf_counter(), "refused"
         try:
             kept = self._journal.load(session_id, owner)
@@ -93,7 +124,7 @@ class Recall:
                 with self._store.locked():
                     if not self._journal.has(session_id):  # since it was read
                         raise SessionElsewhere
-                    session = self._store.restore(kept, strategy, to_close=to_close)
+                    session = self._store.restore(kept, strategy)
                     self._generates.recall(session, _recalled_generates(session, kept))
                     self._calls.restore(kept.replies)
             except BaseException:

@@ -159,15 +159,13 @@ class RuntimeService:
                 await self._send(request.session_id, feed, convert.framer_for(request), context, stall, heartbeat)
 
     async def close_session(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionResponse:
-        def close() -> HistoryLength:
-            return self._engine.close_once(
-                request.session_id,
-                request_id=request.request_id,
-                expected_history_length=convert.optional(request, "expected_history_length"),
-                owner=caller(),
-            )
-
-        length = await self._on_session(request.session_id, close, request.request_id, to_close=True)
+        owner, session_id, request_id = caller(), request.session_id, request.request_id
+        expected = convert.optional(request, "expected_history_length")
+        call: dict[str, Any] = {"request_id": request_id, "expected_history_length": expected, "owner": owner}
+        if not self._keeps or not self._engine.is_elsewhere(session_id, owner=owner, request_id=request_id):
+            with contextlib.suppress(SessionNotFound) if self._keeps else contextlib.nullcontext():
+                return convert.closed_to_wire(self._engine.close_once(session_id, **call))
+        length = await self._on_disk(partial(self._engine.close_kept, session_id, **call))
         return convert.closed_to_wire(length)
 
     async def fork_session(self, request: pb.ForkSessionRequest, context: Context) -> pb.ForkSessionResponse:
@@ -332,7 +330,6 @@ class RuntimeService:
         request_id: bytes = b"",
         *,
         is_its_own: bool = False,
-        to_close: bool = False,
     ) -> T:
         """Act on a session that is in memory: the road of every call that uses one.
 
@@ -341,13 +338,12 @@ class RuntimeService:
         are over. (Past the client's own deadline the call is cancelled.)
 
         request_id: of a call whose reply may be on the disk; is_its_own: it is the session's, and comes with it.
-        to_close: as for `Engine.recall`.
         """
 
         async def attempt() -> T:
             if not is_its_own or self._engine.is_elsewhere(session_id, owner=caller()):
                 # If it is elsewhere, it may have been closed, and its replies are remembered for a while.
-                await self._recall(session_id, request_id, to_close=to_close)
+                await self._recall(session_id, request_id)
             return act()
 
         for _ in range(MOST_LEAVING):
@@ -356,7 +352,7 @@ class RuntimeService:
             except SessionNotFound:
                 if not self._keeps:
                     raise
-                await self._recall(session_id, to_close=to_close)
+                await self._recall(session_id)
                 self._engine.session_info(session_id, owner=caller())  # raises: it is not there
         return await self._when_free(session_id, attempt)
 
@@ -419,10 +415,10 @@ class RuntimeService:
                 if isinstance(event, Finished):
                     return
 
-    async def _recall(self, session_id: str, request_id: bytes = b"", *, to_close: bool = False) -> None:
+    async def _recall(self, session_id: str, request_id: bytes = b"") -> None:
         """Bring back from the journal what a call needs and memory has not. Others do not wait for the disk."""
         if self._keeps and self._engine.is_elsewhere(session_id, owner=caller(), request_id=request_id):
-            recall = partial(self._engine.recall, owner=caller(), request_id=request_id, to_close=to_close)
+            recall = partial(self._engine.recall, owner=caller(), request_id=request_id)
             await self._on_disk(partial(recall, session_id))
 
     async def _on_disk(self, work: Callable[[], T]) -> T:

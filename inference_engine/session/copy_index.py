@@ -42,7 +42,12 @@ class LentCopy:
 
 
 class CopyIndex:
-    """The files in the folder, the one of the session used longest ago first. Any thread."""
+    """The files in the folder, the one of the session used longest ago first. Any thread.
+
+    Where several servers have their files in one folder, the budgets are of this one's, and others' are read in place:
+    the next copy of a session, by any of them, takes the place of the one before. What another server removed of this
+    one's is counted until the session comes back or its turn to be removed comes.
+    """
 
     def __init__(self, book: CopyBook, limits: HibernationLimits, metrics: EngineMetrics) -> None:
         """Removes files that no record names, and records without a file. Raises ConfigError."""
@@ -50,19 +55,23 @@ class CopyIndex:
         self._book = book
         self._metrics = metrics
         self._lock = threading.Lock()
+        self._prefix = book.copies_prefix
+        self.own_folder = self.folder / self._prefix
         self._records: OrderedDict[str, CopyRecord] = OrderedDict()  # by what their files' names begin with
+        self._others: dict[str, CopyRecord] = {}  # of other servers, of sessions that are here now
         self._held: Counter[str | None] = Counter()  # bytes by owner, and of all under None
         self._most: dict[str | None, int] = {None: limits.state_bytes}
         self._most_of_owner = limits.state_bytes_per_owner
         self._begin: dict[bytes, dict[str, CopyRecord]] = {}  # by digest, and by what files' names begin with
         self._digests: dict[str, tuple[bytes, ...]] = {}
-        records = book.copies(self._gone)
+        records = book.copies(self._gone, self._found)
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            self.folder.chmod(0o700)
+            for folder in (self.folder, self.own_folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+                folder.chmod(0o700)
             # A folder is none of ours: `lost+found` of a disk, a file system's snapshots.
-            found = [entry for entry in os.scandir(self.folder) if not entry.is_dir(follow_symlinks=False)]
-            files = {entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
+            found = [entry for entry in os.scandir(self.own_folder) if not entry.is_dir(follow_symlinks=False)]
+            files = {self._prefix + entry.name: entry.stat(follow_symlinks=False).st_size for entry in found}
             if not limits.state_bytes:
                 self._most[None] = (shutil.disk_usage(self.folder).free + sum(files.values())) // _SHARE
             for file in files.keys() - {record.file for record in records}:
@@ -121,13 +130,31 @@ class CopyIndex:
 
     # -- files ------------------------------------------------------------------------------------------------------
 
+    def new_file(self, session_id: str, length: int) -> str:
+        """A name, in the folder, for a copy of so many tokens."""
+        return f"{self._prefix}{stem_of(session_id)}-{length}-{secrets.token_hex(4)}.kv"
+
     def find(self, session_id: str) -> CopyRecord | None:
         with self._lock:
-            return self._records.get(stem_of(session_id))
+            return self._find(stem_of(session_id))
+
+    def _find(self, stem: str) -> CopyRecord | None:
+        return self._others.get(stem) or self._records.get(stem)
+
+    def _found(self, session_id: str, record: CopyRecord | None) -> None:
+        """What there is of a session that comes into memory, after it may have been at other servers."""
+        stem = stem_of(session_id)
+        with self._lock:
+            self._others.pop(stem, None)
+            if self._records.get(stem) != record:
+                self._remove(stem)
+                if record is not None and not record.file.startswith(self._prefix):
+                    self._others[stem] = record
 
     def put(self, record: CopyRecord, digests: Sequence[bytes]) -> None:
         """A file that is whole and safe, in place of the one that its session had. digests: of its beginnings."""
         with self._lock:
+            self._others.pop(stem_of(record.session_id), None)
             self._remove(stem_of(record.session_id))
             self._add(record)
         self.learn(record, digests)
@@ -139,11 +166,11 @@ class CopyIndex:
         """Another name for the session's file, so that it outlives the session. None: it has none, or the file system
         has no such names."""
         with self._lock:
-            record = self._records.get(stem_of(session_id))
+            record = self._find(stem_of(session_id))
             digests = () if record is None else self._digests.get(stem_of(session_id), ())
         if record is None:
             return None
-        file = f"lent-{secrets.token_hex(8)}.kv"
+        file = f"{self._prefix}lent-{secrets.token_hex(8)}.kv"
         try:
             os.link(self.folder / record.file, self.folder / file)
         except OSError:
@@ -152,7 +179,7 @@ class CopyIndex:
 
     def hand_over(self, lent: LentCopy, session_id: str) -> None:
         """The file is now that of another session, which begins like the one that had it."""
-        file = f"{stem_of(session_id)}-{lent.record.length}-{secrets.token_hex(4)}.kv"
+        file = self.new_file(session_id, lent.record.length)
         try:
             (self.folder / lent.record.file).rename(self.folder / file)
         except OSError:  # removed by hand: the history has all
@@ -169,8 +196,9 @@ class CopyIndex:
 
     def drop(self, session_id: str) -> None:
         """Remove the session's file, if it has one."""
+        stem = stem_of(session_id)
         with self._lock:
-            record = self._remove(stem_of(session_id))
+            record = self._others.pop(stem, None) or self._remove(stem)
         if record is not None:
             self._book.drop_copy(record.file)
             self._report()
@@ -218,8 +246,10 @@ class CopyIndex:
 
     def _gone(self, file: str) -> None:
         """A file was removed: its session was closed or deleted, or it was asked for here."""
-        stem = file.partition("-")[0]
+        stem = file.rpartition("/")[2].partition("-")[0]
         with self._lock:
+            if stem in self._others and self._others[stem].file == file:
+                del self._others[stem]
             if stem in self._records and self._records[stem].file == file:
                 self._remove(stem)
         self._report()

@@ -38,7 +38,7 @@ from inference_engine.session.copy_file import (
     read_copy,
     read_digests,
 )
-from inference_engine.session.copy_index import CopyIndex, HibernationLimits, stem_of
+from inference_engine.session.copy_index import CopyIndex, HibernationLimits
 from inference_engine.session.journal import CopyBook, CopyRecord
 from inference_engine.session.prefixes import border
 from inference_engine.session.session import Session
@@ -171,7 +171,7 @@ class Hibernation:
         if (free := shutil.disk_usage(self._index.folder).free) < 2 * _PROBE_BYTES:
             logger.info("the speed of the disk is not measured: %s has %d bytes of space", self._index.folder, free)
             return
-        path = self._index.folder / f"probe-{secrets.token_hex(4)}"
+        path = self._index.own_folder / f"probe-{secrets.token_hex(4)}"
         try:
             with path.open("w+b", buffering=0) as file:
                 # Repeated at a distance over which no file system compresses: so many random bytes take longer to make
@@ -259,7 +259,7 @@ class Hibernation:
                 self._metrics.copies_saved.labels("no_room").inc()
                 return None
             facts = CopyFacts.of(self._fingerprint(session), session.history, kv.length)
-            file = f"{stem_of(session.session_id)}-{kv.length}-{secrets.token_hex(4)}.kv"
+            file = self._index.new_file(session.session_id, kv.length)
             digests = self._store.prefixes.digests_of(session, kv.length)
             writer = CopyWriter(self._index.folder / file, facts, list(saved), digests, most_tensors=tensors)
             return _Saving(session, uses, file, facts, digests, _pieces(saved), writer, time.perf_counter())

@@ -154,16 +154,26 @@ class Kept:
     tokens: int = 0
 
 
+# Called with a session's id and its copy.
+FoundCopy = Callable[[str, CopyRecord | None], object]
+
+
+def ignored(_session_id: str, _copy: CopyRecord | None) -> None:
+    pass
+
+
 class CopyBook(Protocol):
     """Where a journal that keeps sessions records the files with copies of their K/V. From any thread."""
 
     copies_folder: Path
+    copies_prefix: str  # of the names of this server's files in the folder, where several servers have theirs there
     weights: str | None  # digest of those of the model
 
-    def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
-        """The copies that are recorded, of the session used longest ago first. Waits for the disk.
+    def copies(self, on_gone: Callable[[str], object], on_found: FoundCopy = ignored) -> list[CopyRecord]:
+        """This server's copies that are recorded, of the session used longest ago first. Waits for the disk.
 
-        on_gone: called with the name of a file that was removed for any reason, from any thread.
+        on_gone: called with the name of a file that was removed for any reason, from any thread. on_found: with each
+        session that comes into memory of which another server may have made the copy, before it is there.
         """
 
     def put_copy(self, record: CopyRecord) -> None:
@@ -308,6 +318,9 @@ class Journal(Protocol):
         another server has it, which is then asked for it.
         """
 
+    def claim(self, session_id: str, owner: str) -> SessionEntry | None:
+        """As `load`, of a session that is to be closed: nothing of its tokens is read but how many they are."""
+
     def look(
         self, session_id: str, owner: str, *, first: int = 0, most: int = 0
     ) -> tuple[SessionEntry, Sequence[TokensRecord]] | None:
@@ -442,6 +455,9 @@ class MemoryJournal:
             return record, records
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
+        return None
+
+    def claim(self, session_id: str, owner: str) -> SessionEntry | None:
         return None
 
     def look(

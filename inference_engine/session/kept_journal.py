@@ -23,6 +23,7 @@ from inference_engine.session.journal import (
     SAFE,
     CopyBook,
     CopyRecord,
+    FoundCopy,
     GenerateRecord,
     Kept,
     Logprobs,
@@ -34,6 +35,7 @@ from inference_engine.session.journal import (
     SessionKept,
     SessionRecord,
     TokensRecord,
+    ignored,
 )
 from inference_engine.session.journal_reader import Reader
 from inference_engine.session.journal_rows import damage_is_refused
@@ -81,6 +83,7 @@ class KeptJournal:
     # Is a session another server's once it has left memory? Then its calls wait for that to be safe.
     _lets_go: ClassVar[bool] = False
     copies_folder: Path
+    copies_prefix = ""
     weights: str | None
     _tables: Tables
     _writer: Writer
@@ -107,6 +110,7 @@ class KeptJournal:
         self._kept_lock = threading.Lock()
         self._expired: list[tuple[str, int]] = []  # owner and length
         self._on_copy_gone: Callable[[str], object] = lambda _: None
+        self._on_copy_found: FoundCopy = ignored
         self._unit: Unit | None = None
         self._gone: dict[str, Receipt] = {}  # of sessions that left memory or were closed, by id
         self._expire_at = 0.0
@@ -265,9 +269,9 @@ class KeptJournal:
 
     # -- copies of K/V ----------------------------------------------------------------------------------------------
 
-    def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
+    def copies(self, on_gone: Callable[[str], object], on_found: FoundCopy = ignored) -> list[CopyRecord]:
         self._flush()
-        self._on_copy_gone = on_gone
+        self._on_copy_gone, self._on_copy_found = on_gone, on_found
         with self._reading() as reader:
             return reader.copies()
 
@@ -419,12 +423,28 @@ class KeptJournal:
             past = reader.past(number)
             saved = Saved(sum(len(one.token_ids) for one in past.tokens))
             replies = reader.replies_of(number, session_id, owner, past.appends)
-            count = self._count_kept(owner, 0, 0)
-            with self._kept_lock:
-                if term != self._term:
-                    raise SessionElsewhere
-                self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
+            self._has(session_id, number, owner, saved, term)
             return SessionKept(record, used_at, past.tokens, past.generates, replies, saved)
+
+    def claim(self, session_id: str, owner: str) -> SessionEntry | None:
+        self._flush(self.receipt(session_id))
+        term = self._claim(session_id, owner)
+        with self._reading() as reader, damage_is_refused(0):
+            number = reader.find(session_id, owner)
+            if number is None:
+                return None
+            record, used_at = reader.session(number, session_id)
+            length = reader.length(number)
+            self._has(session_id, number, owner, Saved(length), term)
+            return SessionEntry(record, used_at, length)
+
+    def _has(self, session_id: str, number: int, owner: str, saved: Saved, term: int) -> None:
+        """The session is in memory, in this term."""
+        count = self._count_kept(owner, 0, 0)
+        with self._kept_lock:
+            if term != self._term:
+                raise SessionElsewhere
+            self._open[session_id] = _Open(number, owner, saved, saved.tokens, count)
 
     def look(
         self, session_id: str, owner: str, *, first: int = 0, most: int = 0

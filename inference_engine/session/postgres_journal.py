@@ -13,7 +13,9 @@ Errors of the connection pass (`writer.Away`); a full disk is waited for, withou
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import re
 import secrets
 import threading
 import time
@@ -34,6 +36,7 @@ from inference_engine.session.journal import (
     Receipt,
     ReplyRecord,
     Resident,
+    SessionEntry,
     SessionKept,
 )
 from inference_engine.session.kept_journal import KeptJournal
@@ -104,8 +107,9 @@ class PostgresJournal(KeptJournal):
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """dsn: what libpq takes. replica: name of this server, which no other one of the database has. lease_seconds:
-        other servers take over its sessions when it was not heard of for so long. copies_folder: for copies of K/V;
-        None: there are none.
+        other servers take over its sessions when it was not heard of for so long. copies_folder: for copies of K/V, in
+        a folder of this server's own within it, where others read them, too, if they have the folder; None: there are
+        none.
 
         The others are as for SQLiteJournal. Raises ConfigError for a database that cannot be used.
         """
@@ -113,6 +117,8 @@ class PostgresJournal(KeptJournal):
         self._dsn, self._replica, self.weights = dsn, replica, weights
         self._has_copies = copies_folder is not None
         self.copies_folder = copies_folder or Path()
+        digest = hashlib.sha256(replica.encode()).hexdigest()[:8]
+        self.copies_prefix = f"{re.sub('[^A-Za-z0-9]', '_', replica)[:40]}-{digest}/"
         self._idle: list[PostgresConnection] = []  # for reading
         self._resident: Resident = _NoSessions()
         self._proof: Unit | None = None
@@ -121,6 +127,7 @@ class PostgresJournal(KeptJournal):
         self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
         self._files_to_remove: list[str] = []
         self._used_elsewhere: dict[str, TokenUsage] = {}
+        self._asked_of: set[str] = set()  # owners whose limits were asked for since others were counted last
         self._counted_at = 0.0
         self._db = open_database(dsn, durability, weights, replica)
         with ExitStack() as undo, _refused(place_of(dsn)):
@@ -132,7 +139,7 @@ class PostgresJournal(KeptJournal):
             self._tables.note_cut()
             with self._reading() as reader:
                 self._count_all(reader.kept())
-                self._used, self._used_elsewhere = reader.usages()
+                self._used, self._used_elsewhere = reader.usages(None)
             self._measure()
             undo.pop_all()
         is_tool = weights is None
@@ -205,10 +212,24 @@ class PostgresJournal(KeptJournal):
         return term
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
+        with self._let_go_unread(session_id):
+            kept = super().load(session_id, owner)
+        if kept is not None and self._has_copies:
+            with suppress(HistoryCorrupt, JournalAway), self._reading() as reader:  # without it, it is prefilled
+                self._on_copy_found(session_id, reader.copy_of(session_id))
+        return kept
+
+    def claim(self, session_id: str, owner: str) -> SessionEntry | None:
+        with self._let_go_unread(session_id):
+            return super().claim(session_id, owner)
+
+    @contextmanager
+    def _let_go_unread(self, session_id: str) -> Iterator[None]:
+        """Another server may read what this one cannot."""
         try:
-            return super().load(session_id, owner)
+            yield
         except (HistoryCorrupt, JournalAway):
-            self._record((self._tables.let_go, (session_id,)))  # another server may read it
+            self._record((self._tables.let_go, (session_id,)))
             raise
 
     def _begin_anew(self, settle: Callable[[], object]) -> None:
@@ -239,7 +260,12 @@ class PostgresJournal(KeptJournal):
 
     def used_by(self, owner: str) -> TokenUsage:
         """With what other servers' Generates took until some seconds ago."""
+        self._asked_of.add(owner)
         return super().used_by(owner) + self._used_elsewhere.get(owner, TokenUsage())
+
+    def kept_by(self, owner: str) -> Kept:
+        self._asked_of.add(owner)
+        return super().kept_by(owner)
 
     def use(self, owner: str, usage: TokenUsage) -> None:
         with self._kept_lock:
@@ -254,17 +280,22 @@ class PostgresJournal(KeptJournal):
                 self._count_again()
 
     def _count_again(self) -> None:
-        """What other servers keep of the owners that are known here: within some seconds a limit holds for all."""
+        """What other servers keep of the owners whose limits are asked for here: within some seconds a limit holds for
+        all. Other owners' rows are not read again and again."""
+        asked, self._asked_of = self._asked_of, set()
+        owners = sorted(asked | {known.owner for known in list(self._open.values())})  # others change it meanwhile
         with self._reading() as reader:
-            elsewhere = reader.kept_elsewhere(list(self._kept), self._lease.epoch)
-            _, self._used_elsewhere = reader.usages()
+            elsewhere = reader.kept_elsewhere(owners, self._lease.epoch)
+            _, used = reader.usages(owners)
+        self._used_elsewhere.update(used)
         with self._kept_lock:
             here: dict[str, list[int]] = {}
-            for known in list(self._open.values()):  # others change it meanwhile
+            for known in list(self._open.values()):
                 here.setdefault(known.owner, []).append(known.length)
-            for owner, count in self._kept.items():
-                kept, lengths = elsewhere.get(owner, Kept()), here.get(owner, [])
-                count.sessions, count.tokens = kept.sessions + len(lengths), kept.tokens + sum(lengths)
+            for owner in owners:
+                if (count := self._kept.get(owner)) is not None:
+                    kept, lengths = elsewhere.get(owner, Kept()), here.get(owner, [])
+                    count.sessions, count.tokens = kept.sessions + len(lengths), kept.tokens + sum(lengths)
 
     # -- the writer's thread ----------------------------------------------------------------------------------------
 

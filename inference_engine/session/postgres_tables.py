@@ -135,10 +135,17 @@ class PostgresReader(Reader):
         return f"convert_to({column}, 'UTF8')"
 
     def copies(self) -> list[CopyRecord]:
+        return self._copies("c.replica = ?", self._replica)
+
+    def copy_of(self, session_id: str) -> CopyRecord | None:
+        """Whichever server has made it."""
+        return next(iter(self._copies("id = ?", session_id)), None)
+
+    def _copies(self, condition: str, value: str) -> list[CopyRecord]:
         rows = self._db.execute(
-            "select session, id, owner, file, c.length, bytes, header_crc, c.crc from copies c "
-            "join sessions s using (session) where c.replica = ? order by used_at",
-            (self._replica,),
+            "select session, id, owner, file, c.length, bytes, header_crc, c.crc from copies c "  # noqa: S608 - ours
+            f"join sessions s using (session) where {condition} order by used_at",
+            (value,),
         )
         found = [(number, CopyRecord(*fields), crc) for number, *fields, crc in rows]
         return [record for number, record, crc in found if crc == copy_crc(number, record)]
@@ -152,10 +159,11 @@ class PostgresReader(Reader):
         )
         return {owner: Kept(sessions, int(tokens)) for owner, sessions, tokens in rows}
 
-    def usages(self) -> tuple[dict[str, TokenUsage], dict[str, TokenUsage]]:
-        """What the Generates of each owner took: by this server, and by all others."""
+    def usages(self, owners: Sequence[str] | None) -> tuple[dict[str, TokenUsage], dict[str, TokenUsage]]:
+        """What the Generates of these owners took (None: of all): by this server, and by all others."""
         ours, others = dict[str, TokenUsage](), dict[str, TokenUsage]()
-        for owner, replica, body, crc in self._db.execute("select owner, replica, body, crc from usage"):
+        of, bindings = ("", None) if owners is None else (" where owner = any(?)", (list(owners),))
+        for owner, replica, body, crc in self._db.execute(f"select owner, replica, body, crc from usage{of}", bindings):  # noqa: S608 - a text of ours
             if crc == usage_crc(owner, body):
                 book = ours if replica == self._replica else others
                 book[owner] = book.get(owner, TokenUsage()) + TokenUsage(**json.loads(body))
@@ -242,6 +250,15 @@ class PostgresTables(Tables):
         )
 
     def put_copy(self, record: CopyRecord) -> None:
+        """Not in place of a longer one, nor of a session that another server has meanwhile."""
+        may_be = self._db.execute(
+            "select from sessions s left join copies c using (session) where id = ? and coalesce(c.length, 0) <= ? "
+            "and (s.replica is null or (s.replica = ? and s.epoch = ?))",
+            (record.session_id, record.length, self._replica, self.epoch),
+        )
+        if not list(may_be):
+            self._gone.append(record.file)
+            return
         super().put_copy(record)
         self._db.execute("update copies set replica = ? where file = ?", (self._replica, record.file))
 

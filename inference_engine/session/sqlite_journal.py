@@ -38,9 +38,7 @@ import apsw
 
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
-from inference_engine.session.journal import (
-    CopyRecord,
-)
+from inference_engine.session.journal import CopyRecord, FoundCopy, ignored
 from inference_engine.session.journal_database import (
     DAMAGE,
     LOG_BYTES,
@@ -240,10 +238,10 @@ class SQLiteJournal(KeptJournal):
         with self._db_lock:
             yield self._reader
 
-    def copies(self, on_gone: Callable[[str], object]) -> list[CopyRecord]:
+    def copies(self, on_gone: Callable[[str], object], on_found: FoundCopy = ignored) -> list[CopyRecord]:
         """Raises ConfigError if their table is damaged: a server could not record others."""
         try:
-            return super().copies(on_gone)
+            return super().copies(on_gone, on_found)
         except DAMAGE as error:
             raise _damaged(self.copies_folder.parent, error) from error
 

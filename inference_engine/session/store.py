@@ -295,10 +295,16 @@ class SessionStore:
                 else:
                     self._remove(session, "closed")
 
-    def restore(self, kept: SessionKept, strategy: KVStrategy, *, to_close: bool = False) -> Session:
+    def has_closed(self, session_id: str, owner: str) -> None:
+        """A session that is not in memory. Called with the lock held."""
+        self._used.pop(session_id, None)
+        self._violations.pop(session_id, None)
+        self.replies.session_ended(session_id, owner)
+        self._metrics.sessions_total.labels(outcome="closed").inc()
+
+    def restore(self, kept: SessionKept, strategy: KVStrategy) -> Session:
         """Bring back a session that the journal has. It has no memory yet, as if its K/V had been dropped.
 
-        to_close: that is all it is for, so its history may be more than its owner may have.
         Raises ModelMismatch if its tokens would change, NoCapacity or QuotaExceeded if there is no place for it.
         """
         record = kept.record
@@ -313,8 +319,7 @@ class SessionStore:
             ):
                 if recorded != running:
                     raise ModelMismatch(what, recorded, running)
-            if not to_close:
-                self._place_history(record.owner, sum(len(tokens.token_ids) for tokens in kept.tokens))
+            self._place_history(record.owner, sum(len(tokens.token_ids) for tokens in kept.tokens))
             kv = self._admission.place(
                 self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
             )

@@ -148,8 +148,8 @@ def replicas(
 
 @contextmanager
 def before(name: str, made: Sequence[Nursery]) -> Iterator[tuple[str, Path | None, Callable[[int, bool], None]]]:
-    """A front's address, its authority (None: no TLS), and what tells it that a server is frozen or not, if it needs
-    to be told."""
+    """A front's address, its authority (None: no TLS), and what leaves out a server that is frozen, or not any more,
+    where the front does not look."""
     with ExitStack() as stack:
         if name == TCP:
             opened = TCPFront([one.target for one in made])

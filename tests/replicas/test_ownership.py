@@ -205,12 +205,16 @@ async def test_a_create_that_two_servers_are_sent_makes_one_session(database: Da
 def test_limits_of_an_owner_hold_for_all_servers_within_some_seconds(database: Database) -> None:
     limits = {"kept_sessions_per_owner": 3, "kept_tokens_per_owner": 1000}
     with replica(database, "one", **limits) as (one, of_one), replica(database, "two", **limits) as (two, of_two):
+        assert not two.usage_of("").generated_tokens
         for engine in (one, two):
-            engine.append(engine.create_session().session_id, PROMPT)
+            session = engine.create_session().session_id
+            engine.append(session, PROMPT)
+            list(engine.generate(session, GenerateParams(max_tokens=3)))
             saved(engine)
         for journal in (of_one, of_two):
             journal._count_again()
             assert journal.kept_by("").sessions == 2
+            assert journal.used_by("").generated_tokens == 6
         one.create_session()
         saved(one)
         of_two._count_again()

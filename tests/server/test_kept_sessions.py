@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inference_engine.config import EngineConfig
-from inference_engine.errors import ConfigError
+from inference_engine.errors import ConfigError, SessionNotFound
 from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
@@ -164,7 +164,7 @@ async def test_a_session_that_leaves_memory_between_a_calls_look_for_it_and_the_
                 ("Generate", pb.GenerateRequest(max_tokens=3, request_id=os.urandom(16))),
                 ("ForkSession", pb.ForkSessionRequest(request_id=os.urandom(16))),
                 ("RewindSession", pb.RewindSessionRequest(at_position=9, request_id=os.urandom(16))),
-                ("CloseSession", pb.CloseSessionRequest(request_id=os.urandom(16))),
+                ("CloseSession", pb.CloseSessionRequest()),
             ]
             service = pb.DESCRIPTOR.services_by_name["RuntimeService"]
             on_a_session = {rpc.name for rpc in service.methods if "session_id" in rpc.input_type.fields_by_name}
@@ -263,16 +263,28 @@ async def test_a_call_that_waits_for_a_session_finds_it_though_it_leaves_memory_
                 assert answer.history_length == length
 
 
-async def test_a_session_that_is_more_than_its_owner_may_hold_can_be_closed(place: Place) -> None:
+async def test_a_session_that_is_not_in_memory_is_closed_where_it_is(place: Place) -> None:
+    """Also one that is more than its owner may hold, of which another length is expected, or of another owner."""
     with keeping(place) as engine:
         async with serving(engine) as server, connected(server) as client:
             session_id = await client.open()
+    close = pb.CloseSessionRequest(session_id=session_id, request_id=b"close".ljust(16))
+    wrong = pb.CloseSessionRequest(session_id=session_id, expected_history_length=3)
     with keeping(place, history_tokens_per_owner=len(HISTORY) - 1) as engine:
         async with serving(engine) as server, connected(server) as client:
             assert (await refused(client.append(session_id, [1]))).reason == "RESOURCE_EXHAUSTED QUOTA"
+            assert (await refused(client.call("CloseSession", wrong))).reason == "ABORTED HISTORY_LENGTH_MISMATCH"
             assert await client.length(session_id) == len(HISTORY), "it can be looked at"
-            closed = await client.call("CloseSession", pb.CloseSessionRequest(session_id=session_id))
-            assert closed.final_history_length == len(HISTORY)
+            with pytest.raises(SessionNotFound):
+                engine.close_kept(session_id, owner="another")
+            for is_replayed in (False, True):
+                closed = await client.call("CloseSession", close)
+                assert (closed.final_history_length, closed.replayed) == (len(HISTORY), is_replayed)
+            assert not engine.metrics.restores.labels("restored")._value.get()
+    with keeping(place) as engine:
+        async with serving(engine) as server, connected(server) as client:
+            assert (await client.call("CloseSession", close)).replayed
+            assert (await refused(client.info(session_id))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
 @pytest.mark.parametrize(
