@@ -12,11 +12,14 @@
  *     begin                      name    middle             name     after  value    end
  *
  * Between two calls the template writes `between`; one that cannot write two has none. `{{id}}` stands for a call's id.
+ * Where a template writes ids and no names, an id holds the name: `functions.NAME:0`.
  */
 import { TemplateError } from "./errors.js";
 import type { Message } from "./openai-messages.js";
 
 export const ID = "{{id}}";
+const NAME = "{{name}}";
+const NAMING_ID = `functions.${NAME}:${ID}`;
 
 /** Arguments that are written one by one, each behind its name. */
 export interface FieldSyntax {
@@ -53,6 +56,8 @@ export interface ToolFormat {
   readonly keySeparator?: string | undefined;
   /** A result as a user's message, `{{result}}` in it; undefined: the template has a role for it. */
   readonly result?: string | undefined;
+  /** A call's id, made of `{{name}}` and of a number, its `{{id}}`; undefined: `{{id}}` is all. */
+  readonly callId?: string | undefined;
 }
 
 /** Arguments of a call, by their names. */
@@ -114,8 +119,10 @@ export function findFormat(render: Render): TemplateFormat | undefined {
       const message = (calls: readonly Given[]): Message => calling(calls, content, takesText);
       const rendered = (calls: readonly Given[], areAnswered: boolean): string =>
         render([USER, message(calls), ...(areAnswered ? calls.map(answering) : [])]);
-      const format = new Probe(rendered, head, end).format();
-      if (format !== undefined) return { format, message };
+      for (const callId of [undefined, NAMING_ID]) {
+        const format = new Probe(rendered, head, end, callId).format();
+        if (format !== undefined) return { format: { ...format, callId }, message };
+      }
     }
   }
   return undefined;
@@ -132,6 +139,8 @@ class Probe {
     /** Before the assistant's words, and behind them. */
     private readonly head: string,
     private readonly end: string,
+    /** As a format has it. */
+    private readonly callId: string | undefined,
   ) {}
 
   format(): ToolFormat | undefined {
@@ -180,7 +189,10 @@ class Probe {
 
   /** What is written of calls with these arguments, without what is around any words of the assistant. */
   private written(values: readonly Arguments[]): string | undefined {
-    const calls = values.map((of, at): Given => [IDS[at] ?? "", NAMES[at] ?? "", of]);
+    const calls = values.map((of, at): Given => {
+      const name = NAMES[at] ?? "";
+      return [idOf(this.callId, IDS[at] ?? "", name), name, of];
+    });
     let found;
     try {
       const text = this.render(calls, false);
@@ -202,6 +214,11 @@ class Probe {
     const cue = /<[^<>\s]+>\s*$/.exec(text);
     return cue !== null && this.render(calls, true).startsWith(text) ? text.slice(0, cue.index) : undefined;
   }
+}
+
+/** Of the call of that name, the id. form: as a format has it. written: what stands for `{{id}}`. */
+export function idOf(form: string | undefined, written: string, name: string): string {
+  return form === undefined ? written : form.replaceAll(NAME, name).replaceAll(ID, written);
 }
 
 function withJson(begin: string, rest: string, isAlone: boolean): ToolFormat | undefined {

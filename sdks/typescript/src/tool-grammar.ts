@@ -15,6 +15,7 @@ import { ID_MARK, type MarkedFormat } from "./tool-markup.js";
 import { closedParameters, isObject, type Schema, type Tool } from "./tool-schema.js";
 
 const CALL_ID = "[a-zA-Z0-9]{9}";
+const CALL_NUMBER = "[0-9]{1,4}";
 const ANY = "(.|\\n)";
 const NO_RULES = ["title", "description", "default", "examples", "$schema", "$defs", "definitions", "format"];
 const OF_FIELDS = [...NO_RULES, "type", "properties", "required", "additionalProperties", "x-guidance"];
@@ -328,7 +329,8 @@ class Grammar {
         continue;
       }
       if (text !== "") parts.push(quoted(text));
-      parts.push(id === undefined ? this.#set("CALL_ID", `/${CALL_ID}/`) : `<[${id}]>`);
+      const callId = this.marked.callId === undefined ? CALL_ID : CALL_NUMBER;
+      parts.push(id === undefined ? this.#set("CALL_ID", `/${callId}/`) : `<[${id}]>`);
       text = "";
     }
     return [...parts, ...(text === "" ? [] : [quoted(text)])].join(" ");

@@ -68,6 +68,7 @@ export interface MarkedFormat {
   readonly between: string | undefined;
   readonly fields: FieldSyntax | undefined;
   readonly tail: string;
+  readonly callId: string | undefined;
 }
 
 export function markedFormat(given: ToolFormat, tokens: ReadonlyMap<string, number>): MarkedFormat {
@@ -78,7 +79,7 @@ export function markedFormat(given: ToolFormat, tokens: ReadonlyMap<string, numb
   const [trigger, begin] = split(marked(given.begin).trimStart(), markers);
   const end = marked(given.end);
   const between = given.between === undefined ? undefined : marked(given.between);
-  const shared = { markers, trigger, begin, middle: marked(given.middle) };
+  const shared = { markers, trigger, begin, middle: marked(given.middle), callId: given.callId };
   if (fields === undefined) return { ...shared, end, between, fields, tail: "" };
   const next = marked(fields.between);
   const tail = end.slice(0, common(end, next));

@@ -8,7 +8,7 @@
  * whole.
  */
 import { ToolCallError } from "./errors.js";
-import { dumped, type Arguments, type FieldSyntax } from "./tool-format.js";
+import { dumped, idOf, type Arguments, type FieldSyntax } from "./tool-format.js";
 import { isText, propertiesOf, resolved } from "./tool-grammar.js";
 import { escaped, ID_MARK, MARKS, PREFIX_MARK, type MarkedFormat } from "./tool-markup.js";
 import { closedParameters, type Schema, type Tool } from "./tool-schema.js";
@@ -398,7 +398,11 @@ export class ToolCallParser {
   }
 
   #begin(id: string, name: string): Begun {
-    const begun = { index: this.#calls++, id: id === "" ? newCallId() : id, name };
+    const begun = {
+      index: this.#calls++,
+      id: id === "" ? newCallId() : idOf(this.#reading.marked.callId, id, name),
+      name,
+    };
     this.#parts.push({ kind: "call_part", ...begun, arguments: "" });
     return begun;
   }

@@ -11,6 +11,7 @@ the format.
     begin                      name    middle             name     after  value    end
 
 Between two calls the template writes `between`; one that cannot write two has none. `{{id}}` stands for a call's id.
+Where a template writes ids and no names, an id holds the name: `functions.NAME:0`.
 
 This file knows no tokenizer: what it renders with is given to it.
 """
@@ -25,7 +26,8 @@ from typing import Any
 
 from kakeya._errors import TemplateError
 
-ID = "{{id}}"
+ID, NAME = "{{id}}", "{{name}}"
+_NAMING_ID = f"functions.{NAME}:{ID}"
 # Values of which no template makes anything else, in this order of the alphabet.
 _NAMES = ("kqzwxjvbm", "vhgtfyprd")
 _IDS = ("k7q2zw9xj", "v3h8gt5fy")
@@ -63,6 +65,7 @@ class ToolFormat:
     item_separator: str = ", "  # in JSON
     key_separator: str = ": "
     result: str | None = None  # a result as a user's message, `{{result}}` in it; None: the template has a role for it
+    call_id: str | None = None  # a call's id, made of `{{name}}` and of a number, its `{{id}}`; None: `{{id}}` is all
 
 
 def _json_format(begin: str, middle: str, end: str, between: str | None, result: str) -> ToolFormat:
@@ -107,18 +110,22 @@ def find_format(render: Render) -> TemplateFormat | None:
     head, _, end = said.partition(_MARKER)
     for content in ("", None):
         for takes_text in (False, True):
-            probe = _Probe(render, content, takes_text, head, end)
-            if (found := probe.format()) is not None:
-                return TemplateFormat(found, content, takes_text)
+            for call_id in (None, _NAMING_ID):
+                probe = _Probe(render, content, takes_text, head, end, call_id)
+                if (found := probe.format()) is not None:
+                    return TemplateFormat(replace(found, call_id=call_id), content, takes_text)
     return None
 
 
 class _Probe:
     """One way of giving a template calls, and what it writes for them."""
 
-    def __init__(self, render: Render, content: str | None, takes_text: bool, head: str, end: str) -> None:
-        """head, end: around the assistant's words."""
+    def __init__(
+        self, render: Render, content: str | None, takes_text: bool, head: str, end: str, call_id: str | None
+    ) -> None:
+        """head, end: around the assistant's words. call_id: as a format has it."""
         self._render = render
+        self._call_id = call_id or ID
         self._content, self._takes_text = content, takes_text
         self._head, self._end = head, end
 
@@ -197,7 +204,7 @@ class _Probe:
 
     def _written(self, arguments: Sequence[Mapping[str, Any]]) -> str | None:
         """What is written of calls with these arguments, without what is around any words of the assistant."""
-        calls = [(_IDS[at], _NAMES[at], of) for at, of in enumerate(arguments)]
+        calls = [(id_of(self._call_id, _IDS[at], _NAMES[at]), _NAMES[at], of) for at, of in enumerate(arguments)]
         asked = [_USER, _calling(calls, self._content, self._takes_text)]
         try:
             text = self._render(asked)
@@ -220,6 +227,11 @@ class _Probe:
         """The text without its last marker, where that is the first one of a result in place of a turn's end."""
         cue = re.search(r"<[^<>\s]+>\s*$", text)
         return text[: cue.start()] if cue and self._render(answered).startswith(text) else None
+
+
+def id_of(form: str | None, written: str, name: str) -> str:
+    """Of the call of that name, the id. form: as a format has it. written: what stands for `{{id}}`."""
+    return written if form is None else form.replace(NAME, name).replace(ID, written)
 
 
 def _answering(call: tuple[str, str, Mapping[str, Any]]) -> Message:

@@ -23,7 +23,7 @@ from kakeya._tool_schema import Tool, closed_parameters
 
 Schema = Mapping[str, Any]
 
-CALL_ID = "[a-zA-Z0-9]{9}"
+CALL_ID, CALL_NUMBER = "[a-zA-Z0-9]{9}", "[0-9]{1,4}"
 _ANY = r"(.|\n)"
 _NO_RULES = frozenset({"title", "description", "default", "examples", "$schema", "$defs", "definitions", "format"})
 _OF_FIELDS = _NO_RULES | {"type", "properties", "required", "additionalProperties", "x-guidance"}
@@ -332,7 +332,8 @@ class _Grammar:
         for each in marked:
             if each in self._marked.markers.id_of or each == ID_MARK:
                 parts += [_quoted(text)] if text else []
-                parts.append(self._set("CALL_ID", f"/{CALL_ID}/") if each == ID_MARK else self._token(each))
+                call_id = CALL_ID if self._given.call_id is None else CALL_NUMBER
+                parts.append(self._set("CALL_ID", f"/{call_id}/") if each == ID_MARK else self._token(each))
                 text = ""
             else:
                 text += each

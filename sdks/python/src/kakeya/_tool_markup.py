@@ -57,6 +57,7 @@ class MarkedFormat:
     between: str | None
     fields: FieldSyntax | None
     tail: str
+    call_id: str | None
 
     @classmethod
     def of(cls, given: ToolFormat, tokens: Mapping[str, int]) -> MarkedFormat:
@@ -90,6 +91,7 @@ class MarkedFormat:
             between=between,
             fields=fields,
             tail=tail,
+            call_id=given.call_id,
         )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kakeya._errors import ToolCallError
+from kakeya._tool_format import id_of
 from kakeya._tool_grammar import is_text, resolved
 from kakeya._tool_markup import ID_MARK, MarkedFormat
 from kakeya._tool_schema import Tool, closed_parameters
@@ -398,7 +399,8 @@ class ToolCallParser:
             self._parts.append(TextPart(text))
 
     def _begin(self, call_id: str, name: str) -> ToolCallPart:
-        part = ToolCallPart(self._calls, call_id or new_call_id(), name, "")
+        own_id = id_of(self._marked.call_id, call_id, name) if call_id else new_call_id()
+        part = ToolCallPart(self._calls, own_id, name, "")
         self._calls += 1
         self._parts.append(part)
         return part
