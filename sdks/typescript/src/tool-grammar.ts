@@ -11,7 +11,7 @@
 import { shown } from "./checks.js";
 import { InvalidTool } from "./errors.js";
 import { dumped, type FieldSyntax, type ToolFormat } from "./tool-format.js";
-import { ID_MARK, type MarkedFormat } from "./tool-markup.js";
+import { CHANNEL, CONSTRAIN, END, ID_MARK, MESSAGE, SPEAKER, START, type MarkedFormat } from "./tool-markup.js";
 import { closedParameters, isObject, type Schema, type Tool } from "./tool-schema.js";
 
 const CALL_ID = "[a-zA-Z0-9]{9}";
@@ -93,7 +93,9 @@ class Grammar {
     const calls = tools.length > 0 ? this.#calls() : "";
     const tag = prefix === undefined ? "" : `<[${prefix}]>? `;
     let start;
-    if (!maySay) {
+    if (this.marked.hasChannels) {
+      start = this.#channelled(calls);
+    } else if (!maySay) {
       const before = thinking === undefined || trigger === "" ? "" : this.#thought(thinking);
       start = `${before}${tag}${this.#literal(trigger)} ${calls}`;
     } else if (trigger === "") {
@@ -147,6 +149,25 @@ class Grammar {
     }
     if (isOpen) return `${thought} `;
     return `(${beginId === undefined ? quoted(begin) : `<[${beginId}]>`} ${thought})? `;
+  }
+
+  /**
+   * Messages of reasoning and asides, and then a call, or the answer. A call is written as the template has it, or with
+   * its receiver behind the channel, as models do.
+   */
+  #channelled(calls: string): string {
+    const { tools, maySay } = this.allowed;
+    this.#set("TEXT", `/${ANY}+/`);
+    const headed = (text: string): string => this.#literal(this.marked.markers.marked(text));
+    const next = headed(`${END}${START}${SPEAKER}`);
+    const before = ["analysis", "commentary"].map((each) => `${headed(`${CHANNEL}${each}${MESSAGE}`)} TEXT? ${next}`);
+    const lasts = maySay ? [`${headed(`${CHANNEL}final${MESSAGE}`)} TEXT?`] : [];
+    if (calls !== "") {
+      const begin = this.#literal(`${this.marked.markers.marked(`${CHANNEL}commentary`)}${this.marked.begin}`);
+      const middle = headed(` ${CONSTRAIN}json${MESSAGE}`);
+      lasts.push(calls, `${begin} ${oneOf(tools.map(({ name }, at) => `${quoted(name)} ${middle} arguments_${at}`))}`);
+    }
+    return `(${before.join(" | ")})* (${lasts.join(" | ")})${maySay ? "?" : ""}`;
   }
 
   // -- calls ------------------------------------------------------------------------------------------------------------

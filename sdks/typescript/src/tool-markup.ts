@@ -10,6 +10,13 @@ import { common, ID, type FieldSyntax, type ToolFormat } from "./tool-format.js"
 const FIRST_MARK = 0xfdd0;
 export const ID_MARK = "\ufdef";
 export const PREFIX_MARK = "\ufdee";
+// Of Harmony, whose messages have headers.
+export const START = "<|start|>";
+export const CHANNEL = "<|channel|>";
+export const CONSTRAIN = "<|constrain|>";
+export const MESSAGE = "<|message|>";
+export const END = "<|end|>";
+export const SPEAKER = "assistant";
 const MARKUP = /^(?:<[^<>\s]+>|\[[A-Z_]+\])/;
 
 /** Characters that stand for tokens. */
@@ -57,7 +64,7 @@ export class Markers {
  * A format whose texts are marked.
  *
  * trigger: what a call begins with wherever it stands, and `begin` goes on behind it; empty where a call has to be the
- * first that is said. tail: what follows every value of `fields`, whose `between` and `end` go on behind it.
+ * first that is said. hasChannels: are there messages with headers, as in Harmony? tail: what follows every value of `fields`, whose `between` and `end` go on behind it.
  */
 export interface MarkedFormat {
   readonly markers: Markers;
@@ -69,17 +76,22 @@ export interface MarkedFormat {
   readonly fields: FieldSyntax | undefined;
   readonly tail: string;
   readonly callId: string | undefined;
+  readonly hasChannels: boolean;
 }
 
 export function markedFormat(given: ToolFormat, tokens: ReadonlyMap<string, number>): MarkedFormat {
   const { fields } = given;
   const named = fields && [fields.afterName, fields.between, fields.empty, fields.open, fields.close];
-  const markers = new Markers([given.begin, given.middle, given.end, given.between ?? "", ...(named ?? [])], tokens);
+  const hasChannels = given.middle.includes(CHANNEL) && given.middle.includes(MESSAGE);
+  const headers = hasChannels ? [START, CHANNEL, CONSTRAIN, MESSAGE, END] : [];
+  const texts = [given.begin, given.middle, given.end, given.between ?? "", ...(named ?? []), ...headers];
+  const markers = new Markers(texts, tokens);
   const marked = (text: string): string => markers.marked(text);
-  const [trigger, begin] = split(marked(given.begin).trimStart(), markers);
+  const first = marked(given.begin);
+  const [trigger, begin] = hasChannels ? ["", first] : split(first.trimStart(), markers);
   const end = marked(given.end);
   const between = given.between === undefined ? undefined : marked(given.between);
-  const shared = { markers, trigger, begin, middle: marked(given.middle), callId: given.callId };
+  const shared = { markers, trigger, begin, middle: marked(given.middle), callId: given.callId, hasChannels };
   if (fields === undefined) return { ...shared, end, between, fields, tail: "" };
   const next = marked(fields.between);
   const tail = end.slice(0, common(end, next));

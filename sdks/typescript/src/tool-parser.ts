@@ -10,7 +10,18 @@
 import { ToolCallError } from "./errors.js";
 import { dumped, idOf, type Arguments, type FieldSyntax } from "./tool-format.js";
 import { isText, propertiesOf, resolved } from "./tool-grammar.js";
-import { escaped, ID_MARK, MARKS, PREFIX_MARK, type MarkedFormat } from "./tool-markup.js";
+import {
+  CHANNEL,
+  END,
+  escaped,
+  ID_MARK,
+  MARKS,
+  MESSAGE,
+  PREFIX_MARK,
+  SPEAKER,
+  START,
+  type MarkedFormat,
+} from "./tool-markup.js";
 import { closedParameters, type Schema, type Tool } from "./tool-schema.js";
 
 /** Text that is said, or the next piece of it. */
@@ -122,9 +133,53 @@ export class ToolCallParser {
   // -- a turn -----------------------------------------------------------------------------------------------------------
 
   *#turn(): Steps<never> {
-    if (this.#reading.marked.trigger === "") yield* this.#perhapsCalls();
+    if (this.#reading.marked.hasChannels) yield* this.#messages();
+    else if (this.#reading.marked.trigger === "") yield* this.#perhapsCalls();
     while (yield* this.#text()) yield* this.#allCalls();
     for (;;) yield;
+  }
+
+  /** Messages with headers, to the end of the turn: reasoning is left out, all else is said or called. */
+  *#messages(): Steps<void> {
+    const { marked, tools } = this.#reading;
+    const [message, end] = [marked.markers.marked(MESSAGE), marked.markers.marked(END)];
+    for (;;) {
+      let isPlain = false;
+      while (!this.#rest.includes(message)) {
+        isPlain ||= this.#isNoHeader();
+        if (isPlain) this.#say(this.#rest.length);
+        if (this.#isEnded) return;
+        yield;
+      }
+      this.#said = "";
+      this.#take(this.#rest.indexOf(message) + message.length);
+      const receiver = / to=functions\.([\w.-]+)/.exec(this.#said)?.[1];
+      if (receiver !== undefined) {
+        if (!tools.has(receiver)) throw this.#wrong(`'${receiver}' is no tool`);
+        const begun = this.#begin("", receiver);
+        this.#give(begun, yield* this.#json(begun));
+        continue;
+      }
+      const isReasoning = this.#said.includes(`${CHANNEL}analysis`);
+      const pass = (count: number): void => {
+        if (isReasoning) this.#take(count);
+        else this.#say(count);
+      };
+      while (!this.#rest.includes(end)) {
+        pass(this.#rest.length);
+        if (this.#isEnded) return;
+        yield;
+      }
+      pass(this.#rest.indexOf(end));
+      this.#take(end.length);
+    }
+  }
+
+  /** Is it what is said without a header? A model writes that if nothing holds it. */
+  #isNoHeader(): boolean {
+    const shown = this.#shown(this.#rest);
+    const begins = [START, CHANNEL, END, SPEAKER, this.#reading.marked.begin];
+    return !begins.some((each) => shown.startsWith(each) || each.startsWith(shown));
   }
 
   /** Text, up to what begins a call, or to the end. Does a call begin? */

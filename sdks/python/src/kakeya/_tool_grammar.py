@@ -18,7 +18,7 @@ from typing import Any
 
 from kakeya._errors import InvalidTool
 from kakeya._tool_format import ToolFormat
-from kakeya._tool_markup import ID_MARK, MarkedFormat
+from kakeya._tool_markup import CHANNEL, CONSTRAIN, END, ID_MARK, MESSAGE, SPEAKER, START, MarkedFormat
 from kakeya._tool_schema import Tool, closed_parameters
 
 Schema = Mapping[str, Any]
@@ -112,7 +112,9 @@ class _Grammar:
     ) -> str:
         trigger = self._marked.trigger
         calls = self._calls(tools, is_parallel) if tools else ""
-        if not may_say:
+        if self._marked.has_channels:
+            start = self._channelled(tools, calls, may_say)
+        elif not may_say:
             before = "" if thinking is None or not trigger else self._thought(thinking)
             tag = "" if prefix is None else f"<[{prefix}]>? "
             start = f"{before}{tag}{self._literal(trigger)} {calls}"
@@ -165,6 +167,24 @@ class _Grammar:
             thought = "thought GAP?"
         begin = _quoted(thinking.begin) if thinking.begin_id is None else f"<[{thinking.begin_id}]>"
         return f"{thought} " if thinking.is_open else f"({begin} {thought})? "
+
+    def _channelled(self, tools: Sequence[Tool], calls: str, may_say: bool) -> str:
+        """Messages of reasoning and asides, and then a call, or the answer. A call is written as the template has it,
+        or with its receiver behind the channel, as models do."""
+        self._set("TEXT", f"/{_ANY}+/")
+
+        def headed(text: str) -> str:
+            return self._literal(self._marked.markers.marked(text))
+
+        next_one = headed(f"{END}{START}{SPEAKER}")
+        before = [f"{headed(f'{CHANNEL}{each}{MESSAGE}')} TEXT? {next_one}" for each in ("analysis", "commentary")]
+        lasts = [f"{headed(f'{CHANNEL}final{MESSAGE}')} TEXT?"] if may_say else []
+        if calls:
+            begin = self._literal(self._marked.markers.marked(f"{CHANNEL}commentary") + self._marked.begin)
+            middle = headed(f" {CONSTRAIN}json{MESSAGE}")
+            said = (f"{_quoted(tool.name)} {middle} arguments_{at}" for at, tool in enumerate(tools))
+            lasts += [calls, f"{begin} {self._one_of(said)}"]
+        return f"({' | '.join(before)})* ({' | '.join(lasts)}){'?' if may_say else ''}"
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ from kakeya._tool_format import ID, FieldSyntax, ToolFormat, common
 # High halves: no text begins with a low one, so no two characters become one.
 _FIRST_MARK = 0xD800
 ID_MARK = "\udb7f"
+# Of Harmony, whose messages have headers.
+START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
+SPEAKER = "assistant"
 _MARKUP = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 
 
@@ -46,7 +49,8 @@ class MarkedFormat:
     """A format whose texts are marked.
 
     trigger: what a call begins with wherever it stands, and `begin` goes on behind it; empty where a call has to be the
-    first that is said. tail: what follows every value of `fields`, whose `between` and `end` go on behind it.
+    first that is said. has_channels: are there messages with headers, as in Harmony? tail: what follows every value of
+    `fields`, whose `between` and `end` go on behind it.
     """
 
     markers: Markers
@@ -58,12 +62,15 @@ class MarkedFormat:
     fields: FieldSyntax | None
     tail: str
     call_id: str | None
+    has_channels: bool
 
     @classmethod
     def of(cls, given: ToolFormat, tokens: Mapping[str, int]) -> MarkedFormat:
         fields, tail = given.fields, ""
         named = (fields.after_name, fields.between, fields.empty, fields.open, fields.close) if fields else ()
-        markers = Markers((given.begin, given.middle, given.end, given.between or "", *named), tokens)
+        has_channels = CHANNEL in given.middle and MESSAGE in given.middle
+        headers = (START, CHANNEL, CONSTRAIN, MESSAGE, END) if has_channels else ()
+        markers = Markers((given.begin, given.middle, given.end, given.between or "", *named, *headers), tokens)
         marked = markers.marked
         begin, end, between = marked(given.begin), marked(given.end), None
         if given.between is not None:
@@ -81,7 +88,7 @@ class MarkedFormat:
             # A further call is behind a whole one.
             between = None if between is None else between[len(end) :]
             fields, end = replace(fields, between=fields.between[len(tail) :]), end[len(tail) :]
-        trigger, begin = _trigger(begin, markers)
+        trigger, begin = ("", begin) if has_channels else _trigger(begin, markers)
         return cls(
             markers=markers,
             trigger=trigger,
@@ -92,6 +99,7 @@ class MarkedFormat:
             fields=fields,
             tail=tail,
             call_id=given.call_id,
+            has_channels=has_channels,
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from kakeya._errors import ToolCallError
 from kakeya._tool_format import id_of
 from kakeya._tool_grammar import is_text, resolved
-from kakeya._tool_markup import ID_MARK, MarkedFormat
+from kakeya._tool_markup import CHANNEL, END, ID_MARK, MESSAGE, SPEAKER, START, MarkedFormat
 from kakeya._tool_schema import Tool, closed_parameters
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -116,12 +116,49 @@ class ToolCallParser:
     # -- a turn --------------------------------------------------------------------------------------------------------
 
     def _turn(self) -> _Steps:
-        if not self._marked.trigger:
+        if self._marked.has_channels:
+            yield from self._messages()
+        elif not self._marked.trigger:
             yield from self._perhaps_calls()
         while (yield from self._text()):
             yield from self._all_calls()
         while True:
             yield
+
+    def _messages(self) -> _Steps:
+        """Messages with headers, to the end of the turn: reasoning is left out, all else is said or called."""
+        marked = self._marked.markers.marked
+        message, end = marked(MESSAGE), marked(END)
+        while True:
+            is_plain = False
+            while (at := self._rest.find(message)) < 0:
+                if is_plain := is_plain or self._is_no_header():
+                    self._say(len(self._rest))
+                if self._is_ended:
+                    return
+                yield
+            self._said = ""
+            self._take(at + len(message))
+            if (receiver := re.search(r" to=functions\.([\w.-]+)", self._said)) is not None:
+                if receiver[1] not in self._tools:
+                    raise self._wrong(f"{receiver[1]!r} is no tool")
+                begun = self._begin("", receiver[1])
+                self._give(begun, (yield from self._json(begun)))
+                continue
+            pass_on = self._take if f"{CHANNEL}analysis" in self._said else self._say
+            while (at := self._rest.find(end)) < 0:
+                pass_on(len(self._rest))
+                if self._is_ended:
+                    return
+                yield
+            pass_on(at)
+            self._take(len(end))
+
+    def _is_no_header(self) -> bool:
+        """Is it what is said without a header? A model writes that if nothing holds it."""
+        shown = self._shown_rest()
+        begins = (START, CHANNEL, END, SPEAKER, self._marked.begin)
+        return not any(shown.startswith(each) or each.startswith(shown) for each in begins)
 
     def _text(self) -> _Steps:
         """Text, up to what begins a call, or to the end. Does a call begin?"""
