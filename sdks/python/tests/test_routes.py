@@ -59,3 +59,17 @@ async def test_every_call_of_a_session_and_of_its_forks_arrives_at_one_server(
     for method in LOST:
         assert sum(call.method == method for call in router.passed) > SESSIONS
     await do(client.close)
+
+
+async def test_a_session_whose_server_is_away_is_made_by_another_route(router: Router, flavour: str, do: Do) -> None:
+    """The first repeat keeps the route: the answer may be there."""
+    client: Any = (kakeya.Client if flavour == "threads" else kakeya.AsyncClient)(router.target, retry=QUICK)
+    await do(client.server_info)
+    router.losses.extend(["CreateSession"] * 4)
+    session = await do(client.create_session)
+    routes = [call.route for call in router.passed if call.method == "CreateSession"]
+    assert (len(routes), len(set(routes)), routes[0]) == (5, 4, routes[1])
+    assert (await do(session.info)).history_length == 0
+    assert session.id.startswith(f"{router.passed[-1].route}.")
+    assert router.passed[-1].route in routes
+    await do(client.close)

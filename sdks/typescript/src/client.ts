@@ -45,9 +45,9 @@ export class Client implements AsyncDisposable {
   /** Open a session and reserve its memory. */
   async createSession(options: CreateSessionOptions = {}): Promise<Session> {
     const request = createSessionRequest(options);
-    const route = newRoute();
-    const patience = this.#link.patience(options, route);
+    const patience = this.#link.patience(options, newRoute(), { movesOn: true });
     const reply = await this.#link.repeat((rpc, each) => rpc.createSession(request, each), patience);
+    const route = routeOf(reply.sessionId) || patience.route;
     if (options.eosTokenIds === undefined && reply.eosTokenIds === undefined) this.#warnWithoutEnds();
     return Session.opened(this.#link, createdFacts(reply), route);
   }

@@ -59,9 +59,9 @@ export class Link {
     return this.#channel.rpc;
   }
 
-  /** For a call of the session with this route, or of none. */
-  patience(options: CallOptions, route = ""): Patience {
-    return this.#patience(options, this.#timeoutSeconds, route);
+  /** For a call of the session with this route, or of none. movesOn: see Patience. */
+  patience(options: CallOptions, route = "", { movesOn = false } = {}): Patience {
+    return this.#patience(options, this.#timeoutSeconds, route, movesOn);
   }
 
   generatePatience(options: CallOptions, route: string): Patience {
@@ -182,9 +182,9 @@ export class Link {
     this.#channel.close();
   }
 
-  #patience(options: CallOptions, seconds: number | null, route: string): Patience {
+  #patience(options: CallOptions, seconds: number | null, route: string, movesOn = false): Patience {
     const given = secondsOf(orDefault(options.timeoutSeconds, seconds), "timeoutSeconds");
-    return new Patience(this.#policy, given, { contact: this.#contact, signal: options.signal, route });
+    return new Patience(this.#policy, given, { contact: this.#contact, signal: options.signal, route, movesOn });
   }
 }
 

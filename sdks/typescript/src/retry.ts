@@ -8,7 +8,7 @@
 import { invalid, MAX_SECONDS, shown, wholeIn } from "./checks.js";
 import { DeadlineExceeded, KakeyaError, TLSFailed, TransportError } from "./errors.js";
 import { known } from "./options.js";
-import { ROUTE_HEADER } from "./route.js";
+import { newRoute, ROUTE_HEADER } from "./route.js";
 
 // How long to look for a server that this client has never reached: it may be starting, or the address is wrong.
 const FIRST_CONTACT_SECONDS = 2;
@@ -100,7 +100,13 @@ export class Patience {
   readonly signal: AbortSignal | undefined;
   readonly #policy: FullPolicy;
   readonly #contact: Contact;
-  readonly #route: string;
+  /**
+   * With `movesOn`, another one from the second time on that the server is away: the first repeat goes where the call
+   * went, whose answer may be there, and another route may lead to a server that is not away.
+   */
+  #route: string;
+  readonly #movesOn: boolean;
+  #timesAway = 0;
   readonly #deadline: number | null;
   /** By the server, and not answered since. */
   #lastReported: KakeyaError | undefined = undefined;
@@ -117,13 +123,23 @@ export class Patience {
   constructor(
     policy: FullPolicy,
     timeoutSeconds: number | null,
-    about: { readonly contact?: Contact; readonly signal?: AbortSignal | undefined; readonly route?: string } = {},
+    about: {
+      readonly contact?: Contact;
+      readonly signal?: AbortSignal | undefined;
+      readonly route?: string;
+      readonly movesOn?: boolean;
+    } = {},
   ) {
     this.signal = about.signal;
     this.#policy = policy;
     this.#contact = about.contact ?? { isMade: false };
     this.#route = about.route ?? "";
+    this.#movesOn = about.movesOn ?? false;
     this.#deadline = timeoutSeconds === null ? null : performance.now() + timeoutSeconds * 1000;
+  }
+
+  get route(): string {
+    return this.#route;
   }
 
   /** What each attempt is called with, beside its signal. */
@@ -161,6 +177,7 @@ export class Patience {
     attempt -= this.#timesFull;
     if (error.reason !== undefined) this.#lastReported = error;
     if (error.wasSent) this.#contact.isMade = true;
+    if (this.#movesOn && error.code === "UNAVAILABLE" && ++this.#timesAway > 1) this.#route = newRoute();
     let spent = this.#timeWithoutServer(error);
     if (error instanceof TLSFailed) return undefined;
     const asked = error.retryAfterSeconds;

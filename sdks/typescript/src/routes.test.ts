@@ -45,6 +45,26 @@ test("every call of a session and of its forks arrives at one server", async () 
   for (const lost of LOST) expect(calls.filter(([method]) => method === lost).length).toBeGreaterThan(SESSIONS);
 });
 
+test("a session whose server is away is made by another route", async () => {
+  const control = inject("control");
+  const servers = await Promise.all([0, 1].map(() => openServer(control, {})));
+  const router = await Router.before(
+    control,
+    servers.map(({ target }) => target),
+  );
+  await using client = new kakeya.Client(router.target, { retry: { firstDelaySeconds: 0.02 } });
+  await client.serverInfo();
+  await router.lose(...Array.from({ length: 4 }, () => "CreateSession"));
+  const session = await client.createSession();
+  expect((await session.info()).historyLength).toBe(0);
+  const calls = await router.passed();
+  const routes = calls.filter(([method]) => method === "CreateSession").map(([, route]) => route);
+  expect([routes.length, new Set(routes).size, routes[0]]).toEqual([5, 4, routes[1]]);
+  const [, route] = calls.at(-1) ?? [];
+  expect(routes).toContain(route);
+  expect(session.id.startsWith(`${route}.`)).toBe(true);
+});
+
 test("an older server's session keeps the route that it was made with, and so does its fork", async () => {
   const routes: (string | null)[] = [];
   const saw = (context: { readonly requestHeader: Headers }): void => {

@@ -22,7 +22,7 @@ from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError, StateError
-from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
+from kakeya._flows import Call, Flow, Step, close_session, create_session, open_session, repeatable
 from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
@@ -79,8 +79,7 @@ class AsyncClient(ClientBase):
     ) -> AsyncSession:
         """As `Client.create_session`."""
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
-        route = requests.new_route()
-        created = await self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        created, route = await self._run(create_session(request, self._patience(timeout)))
         self._warn_without_ends(request, created)
         return AsyncSession(self, created, route=route)
 
@@ -172,7 +171,9 @@ class AsyncClient(ClientBase):
             return None
         try:
             method = getattr(self._stub(), step.method)
-            reply = await method(step.request, timeout=step.timeout, metadata=self._metadata(route))
+            reply = await method(
+                step.request, timeout=step.timeout, metadata=self._metadata(route if step.route is None else step.route)
+            )
         except grpc.RpcError as error:
             explained = self._explain(error)
             if self._wants_probe(explained):

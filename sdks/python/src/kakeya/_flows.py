@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kakeya._errors import KakeyaError, SessionNotFound
-from kakeya._requests import new_request_id
+from kakeya._requests import new_request_id, new_route, route_of
 from kakeya._retry import Patience
 from kakeya.v1 import runtime_pb2 as pb
 
@@ -27,6 +27,7 @@ class Call:
     method: str
     request: Message
     timeout: float | None
+    route: str | None = None  # None: the flow's
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,27 @@ def repeatable(method: str, request: Message, patience: Patience) -> Flow[Any]:
         else:
             patience.answered()
             return reply
+
+
+def create_session(request: pb.CreateSessionRequest, patience: Patience) -> Flow[tuple[pb.CreateSessionResponse, str]]:
+    """A new session, and its route.
+
+    The first repeat goes where the call went: its answer may be there. Beyond that a server is away, and another route
+    may lead to one that is not; whichever made the session, its id has the route.
+    """
+    route, attempt, times_away = new_route(), 0, 0
+    while True:
+        attempt += 1
+        try:
+            reply = yield Call("CreateSession", request, patience.remaining_seconds(), route)
+        except KakeyaError as error:
+            yield from wait_or_give_up(error, attempt, patience)
+            times_away += error.code == "UNAVAILABLE" and not error._was_full
+            if times_away > 1:
+                route = new_route()
+        else:
+            patience.answered()
+            return reply, route_of(reply.session_id) or route
 
 
 def close_session(session_id: str, patience: Patience) -> Flow[int | None]:

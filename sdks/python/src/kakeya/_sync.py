@@ -21,7 +21,7 @@ from kakeya._checks import token_ids as checked_token_ids
 from kakeya._client import ClientBase
 from kakeya._constraints import Constraint
 from kakeya._errors import KakeyaError
-from kakeya._flows import Call, Flow, Step, close_session, open_session, repeatable
+from kakeya._flows import Call, Flow, Step, close_session, create_session, open_session, repeatable
 from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
@@ -93,8 +93,7 @@ class Client(ClientBase):
         raise NoCapacity, the history kept); None leaves it to the server's settings.
         """
         request = requests.create_session(strategy, eos_token_ids, limit_tokens, label, guaranteed)
-        route = requests.new_route()
-        created = self._run(repeatable("CreateSession", request, self._patience(timeout)), route)
+        created, route = self._run(create_session(request, self._patience(timeout)))
         self._warn_without_ends(request, created)
         return Session(self, created, route=route)
 
@@ -168,7 +167,9 @@ class Client(ClientBase):
         self._require_open()
         try:
             method = getattr(self._stub, step.method)
-            reply = method(step.request, timeout=step.timeout, metadata=self._metadata(route))
+            reply = method(
+                step.request, timeout=step.timeout, metadata=self._metadata(route if step.route is None else step.route)
+            )
         except grpc.RpcError as error:
             explained = self._explain(error)
             if self._wants_probe(explained):
