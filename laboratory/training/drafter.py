@@ -29,7 +29,7 @@ from laboratory.training.drafter_init import tap_scales
 from laboratory.training.drafter_loss import head_loss
 from laboratory.training.drafter_measure import draft_states
 from laboratory.training.drafter_state import Progress, load_state, save_state
-from laboratory.training.drafter_taps import ReadTaps, read_taps
+from laboratory.training.drafter_taps import read_taps
 
 LOG = "progress.jsonl"
 
@@ -96,16 +96,14 @@ def train(
     begins_ready: bool = False,
     every: int = 25,
     now: Callable[[], float] = time.monotonic,
-    read: ReadTaps = read_taps,
 ) -> Progress:
     """Train for at most `seconds` more, from where the state in `folder` stands, and leave the state there.
 
     network: on the model's device, in float32; it is changed in place and is ready for use afterwards. begins_ready:
-    it is so before, too: it was trained, and reads taps as they are. read: what it is
-    given for them. Raises DrafterError for a state of another plan
-    or of other texts, or a loss that is not finite; the state before the call stays then.
+    it is so before, too: it was trained, and reads taps as they are. Raises DrafterError for a state of another plan or of other
+    texts, or a loss that is not finite; the state before the call stays then.
     """
-    trainer = _Trainer(model, network, texts, plan, read)
+    trainer = _Trainer(model, network, texts, plan)
     if begins_ready:
         trainer.take_scales_out()
     stated = {
@@ -152,10 +150,7 @@ def read_log(folder: Path) -> list[Reading]:
 
 
 class _Trainer:
-    def __init__(
-        self, model: PreTrainedModel, network: DFlashNetwork, texts: TextSet, plan: DrafterPlan, read: ReadTaps
-    ) -> None:
-        self._read = read
+    def __init__(self, model: PreTrainedModel, network: DFlashNetwork, texts: TextSet, plan: DrafterPlan) -> None:
         self._model, self._network, self._texts, self._plan = model, network, texts, plan
         self._words: TargetWords = words_of(model)
         head = getattr(self._words.head, "weight", None)
@@ -177,7 +172,7 @@ class _Trainer:
         places = torch.arange(network.config.block_size - 1, device=model.device)
         self._weights = torch.exp(-places / plan.decay)
         first = texts.step(0, plan.batch, plan.seed).to(model.device)
-        self._tap_scales = tap_scales(read(model, first.token_ids, network.config.tap_layers)[0], first.answers)
+        self._tap_scales = tap_scales(read_taps(model, first.token_ids, network.config.tap_layers)[0], first.answers)
 
     def take_scales_in(self) -> None:
         """Let the network read taps as they are: while it learns, they are scaled for it."""
@@ -196,7 +191,7 @@ class _Trainer:
         generator = torch.Generator(self._model.device).manual_seed(self._plan.seed * 1_000_003 + index)
         config = self._network.config
         blocks = draw_blocks(texts, count=self._plan.anchors, block_size=config.block_size, generator=generator)
-        taps, last = self._read(self._model, texts.token_ids, config.tap_layers)
+        taps, last = read_taps(self._model, texts.token_ids, config.tap_layers)
         with self._autocast:
             states = draft_states(self._network, self._words, texts, blocks, taps * self._tap_scales.to(taps.dtype))
             states = self._chained(states, blocks, generator)

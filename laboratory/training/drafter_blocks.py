@@ -10,7 +10,6 @@ block that is not the model's own word is not learnt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,20 +56,9 @@ class Blocks:
 
     def mask(self, length: int, window: int) -> Tensor:
         """[N, 1, A · B, length + A · B]: the window before the anchor, then the block itself."""
-        return torch.cat([self.context_mask(length, 1, window), self._own_mask()], dim=2)[:, None]
-
-    def mask_of(self, length: int, reaches: Sequence[tuple[int, int]]) -> Tensor:
-        """As `mask`, over contexts of all tokens one after another.
-
-        Of each only what is so far away is seen: (nearest, furthest).
-        """
-        contexts = [self.context_mask(length, *reach) for reach in reaches]
-        return torch.cat([*contexts, self._own_mask()], dim=2)[:, None]
-
-    def context_mask(self, length: int, nearest: int, furthest: int) -> Tensor:
-        """[N, A · B, length]: tokens so many places before the anchor."""
         distance = self.anchors[..., None] - torch.arange(length, device=self.anchors.device)
-        return ((distance >= nearest) & (distance <= furthest)).repeat_interleave(self.block_size, dim=1)
+        before = ((distance >= 1) & (distance <= window)).repeat_interleave(self.block_size, dim=1)
+        return torch.cat([before, self._own_mask()], dim=2)[:, None]
 
     def _own_mask(self) -> Tensor:
         count, size = self.anchors.shape[1], self.block_size

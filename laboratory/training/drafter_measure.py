@@ -7,8 +7,7 @@ show the noise that it was drawn with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -18,37 +17,22 @@ from kv_cache_proposer.dflash.draft_tokens import choose_draft_tokens
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import TargetWords
 from laboratory.training.drafter_blocks import Blocks, Texts, blocks_at
-from laboratory.training.drafter_taps import ReadTaps, read_taps
+from laboratory.training.drafter_taps import read_taps
 
 _ANCHORS = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """Tokens that a block sees from `nearest` to `furthest` places before it, and what stands for their taps."""
-
-    read: ReadTaps
-    nearest: int
-    furthest: int
-
-
 def acceptance_length(
-    model: PreTrainedModel,
-    network: DFlashNetwork,
-    words: TargetWords,
-    texts: Iterable[Texts],
-    contexts: Sequence[Context] = (),
+    model: PreTrainedModel, network: DFlashNetwork, words: TargetWords, texts: Iterable[Texts]
 ) -> float:
     """Tokens that a verifying forward gives on average, with every draft as long as the drafter goes: 1 is none right.
 
-    Only the model's own words count, and only blocks that lie within them. contexts: by default the taps of the
-    network's window.
+    Only the model's own words count, and only blocks that lie within them.
     """
-    contexts = contexts or (Context(read_taps, 1, network.config.context_window),)
     steps = given = 0
     for given_batch in texts:
         batch = given_batch.to(next(network.parameters()).device)
-        accepted = _accepted(model, network, words, batch, contexts).tolist()
+        accepted = _accepted(model, network, words, batch).tolist()
         answers = batch.answers.tolist()
         for index, marks in enumerate(answers):
             place = 0
@@ -62,46 +46,31 @@ def acceptance_length(
     return given / steps if steps else 1.0
 
 
-def _accepted(
-    model: PreTrainedModel,
-    network: DFlashNetwork,
-    words: TargetWords,
-    texts: Texts,
-    contexts: Sequence[Context],
-) -> Tensor:
+def _accepted(model: PreTrainedModel, network: DFlashNetwork, words: TargetWords, texts: Texts) -> Tensor:
     """How many draft tokens would be right from each position on: [N, T]."""
     count, length = texts.token_ids.shape
     device = texts.token_ids.device
     found = torch.zeros((count, length), dtype=torch.long, device=device)
     with torch.no_grad():
-        read = {one: one.read(model, texts.token_ids, network.config.tap_layers)[0] for one in contexts}
+        taps, _ = read_taps(model, texts.token_ids, network.config.tap_layers)
         for first in range(0, length, _ANCHORS):
             anchors = torch.arange(first, min(first + _ANCHORS, length), device=device).expand(count, -1)
             blocks = blocks_at(texts, anchors, block_size=network.config.block_size)
-            states = states_from(network, words, texts, blocks, read)
+            states = draft_states(network, words, texts, blocks, taps)
             draft_tokens = choose_draft_tokens(network, words, states)
             found[:, first : first + anchors.shape[1]] = (draft_tokens == blocks.targets).long().cumprod(-1).sum(-1)
     return found
 
 
 def draft_states(network: DFlashNetwork, words: TargetWords, texts: Texts, blocks: Blocks, taps: Tensor) -> Tensor:
-    """What `choose_draft_tokens` and the target's head turn into draft tokens: [N, A, B − 1, hidden]."""
-    return states_from(network, words, texts, blocks, {Context(read_taps, 1, network.config.context_window): taps})
+    """What `choose_draft_tokens` and the target's head turn into draft tokens: [N, A, B − 1, hidden].
 
-
-def states_from(
-    network: DFlashNetwork, words: TargetWords, texts: Texts, blocks: Blocks, contexts: Mapping[Context, Tensor]
-) -> Tensor:
-    """As `draft_states`, with the taps [N, T, taps, hidden] of each context."""
+    taps: [N, T, taps, hidden].
+    """
     config = network.config
     count, length = texts.token_ids.shape
     positions = torch.arange(length, device=texts.token_ids.device).expand(count, -1)
     embedded = words.embed(blocks.token_ids(texts, config.mask_token_id), config.embedding_scale)
-    mask = blocks.mask_of(length, [(one.nearest, one.furthest) for one in contexts])
-    entries = [network.context(taps, positions) for taps in contexts.values()]
-    joined = [
-        (torch.cat([keys for keys, _ in of_layer], dim=2), torch.cat([values for _, values in of_layer], dim=2))
-        for of_layer in zip(*entries, strict=True)
-    ]
-    states: Tensor = network(embedded, blocks.positions(), joined, mask)
+    mask = blocks.mask(length, config.context_window)
+    states: Tensor = network(embedded, blocks.positions(), network.context(taps, positions), mask)
     return states.view(count, -1, config.block_size, config.hidden)[:, :, 1:]

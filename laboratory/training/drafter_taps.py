@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,10 +11,6 @@ from transformers import PreTrainedModel
 from inference_engine.models.seam import parents_of, tapped
 from kv_cache_proposer.drafter_errors import DrafterError
 from laboratory.training.capture import attention_modules
-
-# Of the target, token ids [N, T] and its layers: what a drafter takes for their outputs [N, T, taps, hidden], and the
-# last hidden states.
-ReadTaps = Callable[[PreTrainedModel, Tensor, Sequence[int]], tuple[Tensor, Tensor]]
 
 
 def read_taps(model: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:

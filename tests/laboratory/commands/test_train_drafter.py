@@ -15,9 +15,7 @@ from inference_engine.compose import drafter_folder, find_drafter, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ModelError
-from inference_engine.models import check_model
 from inference_engine.types import GenerateParams
-from laboratory.commands.train_corpus import corpus_folder
 from laboratory.evaluation import record
 from tests.laws.variants import drain, text, tokens
 from tests.tiny_native import library
@@ -119,24 +117,3 @@ def test_a_folder_that_is_asked_for_must_hold_a_drafter_of_this_model(
         find_drafter(*opened(tiny_folder, tmp_path, str(folder)))
     with pytest.raises(ModelError, match="no drafter here"):
         find_drafter(*opened(tiny_folder, tmp_path, str(tmp_path / "nowhere")))
-
-
-def test_a_drafters_contexts_are_compared_with_a_control_that_gains_nothing(
-    tiny_folder: Path, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from scripts import compare_draft_contexts as script
-
-    monkeypatch.setattr(record, "commit", lambda: "none")
-    shared = ("--model", str(tiny_folder), "--cache-dir", str(made), "--commit", "0123abc")
-    few = ("--tokens", "2048", "--sensitivity-sequences", "1", "--text", str(made / "own.txt"))
-    assert main(["train", "latent", "--quick", *shared, *few]) == 0
-    model_id = check_model(str(tiny_folder), cache=made).model_id
-    typed = [*shared, "--corpus", str(corpus_folder(model_id, made)), "--windows", "8", "--texts", "2"]
-    script.main([*typed, "--fitted-on", "8", "--train-seconds", "0.5", "--results", str(tmp_path)])
-    (path,) = tmp_path.rglob("record.json")
-    found = record.load(path)
-    lengths = {(row["context"], row["kind"]): row["tokens a step"] for row in found["tables"]["tokens a step"]}
-    contexts = {context for context, _ in lengths}
-    assert {"taps", "taps, window 8", "nothing", "taps, trained further"} <= contexts
-    assert sum(context.startswith("latent") and "from 8 on" in context for context in contexts) == 2
-    assert all(length >= 1 for length in lengths.values())

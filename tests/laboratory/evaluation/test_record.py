@@ -94,9 +94,9 @@ def test_a_record_must_not_show_a_folder_of_the_machine(tmp_path: Path) -> None:
 
 def test_a_command_is_quoted_and_shows_no_folder_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = ["--model=/some/model", "--kinds", "a b", "--results", "/there", "--latent", "own", "--text", "/x/y z.md"]
-    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts/compare_latents.py"), *typed])
+    monkeypatch.setattr(sys, "argv", [str(record.ROOT / "scripts/soak.py"), *typed])
     assert record.command_line(without=("--results",)) == (
-        "python scripts/compare_latents.py --model=model --kinds 'a b' --latent own --text 'y z.md'"
+        "python scripts/soak.py --model=model --kinds 'a b' --latent own --text 'y z.md'"
     )
 
 
