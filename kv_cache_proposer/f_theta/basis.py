@@ -4,7 +4,7 @@
 
 Weights are square roots of importances (`importance.py`), so that plain squared error in the weighted space is the
 error the model feels. The components are the leading eigenvectors of the weighted covariance: orthonormal, so that they
-analyse as well as synthesise. A basis that was refined, or that reads only part of a vector, has its own `analysis`.
+analyse as well as synthesise. A basis that was refined has its own `analysis`.
 """
 
 from __future__ import annotations
@@ -166,19 +166,17 @@ class WeightedSpace:
         weighted /= 2
         return weighted
 
-    def basis(self, mean: Tensor, components: Tensor, variances: Tensor, analysis: Tensor | None = None) -> Basis:
+    def basis(self, mean: Tensor, components: Tensor, variances: Tensor) -> Basis:
         """From components [W, C] in this space and the variances [C] of their coefficients, in descending order."""
         # What is left of exact zeros after rounding is not worth a bit.
         kept = torch.where(variances > variances[0] * _RANK_FLOOR, variances, 0.0)
-        sizes = self.group.head_sizes
         return Basis(
             group=self.group,
             mean=mean.float(),
             weights=tuple(block.float() for block in self._weights),
             inverses=tuple(block.float() for block in self._inverses),
-            components=Components(entries=components.float().contiguous(), head_sizes=sizes),
+            components=Components(entries=components.float().contiguous(), head_sizes=self.group.head_sizes),
             deviations=kept.sqrt().float(),
-            analysis=None if analysis is None else Components(entries=analysis.float().contiguous(), head_sizes=sizes),
         )
 
 

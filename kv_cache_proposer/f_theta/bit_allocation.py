@@ -41,37 +41,6 @@ def allocate_bytes(variances: Sequence[Tensor], total_bytes: int, distortions: S
     return [allocate(group, 8 * share, distortions) for group, share in zip(variances, whole, strict=True)]
 
 
-def allocate_uniformly(variances: Sequence[Tensor], total_bytes: int, distortions: Sequence[float]) -> list[Tensor]:
-    """As `allocate_bytes`, but every component that gets bits gets as many: of all widths the one that loses least.
-
-    The last of a group takes what is left of its bytes. The control for allocation by variance.
-    """
-    joint = torch.cat(list(variances)).double().cpu()
-    order = joint.sort(descending=True, stable=True).indices
-    best: tuple[float, list[Tensor]] | None = None
-    for width in range(1, len(distortions)):
-        widths = torch.zeros(len(joint), dtype=torch.int64)
-        widths[order[: 8 * total_bytes // width]] = width
-        whole = _whole_bytes(widths, [len(group) for group in variances], total_bytes)
-        if any(8 * share > width * int((group > 0).sum()) for group, share in zip(variances, whole, strict=True)):
-            continue
-        shares = [_filled(len(group), width, 8 * share) for group, share in zip(variances, whole, strict=True)]
-        lost = float((joint * torch.tensor(distortions, dtype=torch.float64)[torch.cat(shares)]).sum())
-        if best is None or lost < best[0]:
-            best = lost, shares
-    if best is None:
-        raise LatentError(f"{total_bytes} bytes are more than {len(joint)} components can take in equal shares")
-    return best[1]
-
-
-def _filled(count: int, width: int, bits: int) -> Tensor:
-    widths = torch.zeros(count, dtype=torch.int64)
-    widths[: bits // width] = width
-    if rest := bits % width:
-        widths[bits // width] = rest
-    return widths
-
-
 def _whole_bytes(joint: Tensor, sizes: Sequence[int], total_bytes: int) -> list[int]:
     """The groups' bits as bytes, `total_bytes` in all: the largest remainders are rounded up.
 

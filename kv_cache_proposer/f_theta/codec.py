@@ -22,18 +22,13 @@ from torch import Tensor
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.trellis import Levels, Trellis, make_levels, scales
 from inference_engine.kv.context import GroupAnalyser, LayerDecoder
-from kv_cache_proposer.f_theta import alone, levels
+from kv_cache_proposer.f_theta import levels
 from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.bit_allocation import allocate_bytes, allocate_uniformly
+from kv_cache_proposer.f_theta.bit_allocation import allocate_bytes
 from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.group_layout import LayerShape, join
 from kv_cache_proposer.f_theta.levels import LEADING, MAX_BITS
 from kv_cache_proposer.f_theta.packing import Packing
-
-# How a token's bits are allocated to components: where they remove most error, or equally to all that get any.
-BITS = {"variance": allocate_bytes, "uniform": allocate_uniformly}
-# How a component's codes are chosen, with levels of their own: along a path, or each by itself.
-QUANTISERS = {"trellis": levels, "alone": alone}
 
 SCALE_BYTES = 1
 _MOST_RATES = 16  # that are remembered
@@ -115,13 +110,10 @@ class GroupCoder:
 class LatentCodec:
     """A calibrated code for the KV entries of one model. Its tensors and the entries to encode are on one device.
 
-    bits: how `at` shares them out, one of BITS. quantiser: one of QUANTISERS. kernels: as for an engine,
-    `ModelConfig.kernels`.
+    kernels: as for an engine, `ModelConfig.kernels`.
     """
 
     coders: tuple[GroupCoder, ...]
-    bits: str = "variance"
-    quantiser: str = "trellis"
     kernels: str = "auto"
     # By bytes per token. Allocating bits takes longer than opening a session.
     _lower: dict[int, LatentCodec] = field(init=False, repr=False, default_factory=dict)
@@ -158,7 +150,7 @@ class LatentCodec:
     def to(self, device: torch.device | str, kernels: str | None = None) -> LatentCodec:
         """kernels: None for those it has. Raises BackendError for some that the device cannot have."""
         place, chosen = torch.device(device), kernels or self.kernels
-        trellis = _trellis(self.quantiser, chosen, place)
+        trellis = open_ops(chosen, place).trellis
         return replace(self, coders=tuple(part.to(place, trellis) for part in self.coders), kernels=chosen)
 
     def analysers(self) -> Sequence[GroupAnalyser]:
@@ -175,14 +167,10 @@ class LatentCodec:
         return packed
 
     def using(self, trellis: Trellis) -> LatentCodec:
-        if self.quantiser != "trellis":
-            return self
         return replace(self, coders=tuple(replace(part, trellis=trellis) for part in self.coders))
 
-    def decoder(self, layer: int) -> LayerDecoder | None:
-        """As `TokenCodec`. None for codes that are not chosen along a trellis."""
-        if self.quantiser != "trellis":
-            return None
+    def decoder(self, layer: int) -> LayerDecoder:
+        """As `TokenCodec`."""
         if layer not in self._decoders:
             first_byte = 0
             for part in self.coders:
@@ -209,7 +197,7 @@ class LatentCodec:
                 "the largest number of bytes in use"
             )
         bases = tuple(part.basis for part in self.coders)
-        lower = code(bases, bytes_per_token, bits=self.bits, quantiser=self.quantiser, kernels=self.kernels)
+        lower = code(bases, bytes_per_token, kernels=self.kernels)
         lower = lower.using(self.coders[0].trellis)
         self._lower[bytes_per_token] = lower
         for earlier in list(self._lower)[:-_MOST_RATES]:
@@ -263,50 +251,35 @@ class LatentCodec:
         return [found[layer][0] for layer in wanted], [found[layer][1] for layer in wanted]
 
 
-def code(
-    bases: Sequence[Basis],
-    bytes_per_token: int,
-    *,
-    bits: str = "variance",
-    quantiser: str = "trellis",
-    kernels: str = "auto",
-) -> LatentCodec:
-    """Share out a token's bytes over the bases' components as `bits` says, and drop components that get none.
+def code(bases: Sequence[Basis], bytes_per_token: int, *, kernels: str = "auto") -> LatentCodec:
+    """Share out a token's bytes over the bases' components, and drop components that get none.
 
     Raises LatentError for fewer bytes than a codec needs, or more than its components can take.
     """
     least = len(bases) * (SCALE_BYTES + 1)
     if bytes_per_token < least:
         raise LatentError(f"{bytes_per_token} bytes per token are too few for {len(bases)} groups; at least {least}")
-    distortions = [QUANTISERS[quantiser].distortion(count) for count in range(MAX_BITS + 1)]
+    distortions = [levels.distortion(count) for count in range(MAX_BITS + 1)]
     variances = [basis.deviations.double().square() for basis in bases]
-    shares = BITS[bits](variances, bytes_per_token - len(bases) * SCALE_BYTES, distortions)
+    shares = allocate_bytes(variances, bytes_per_token - len(bases) * SCALE_BYTES, distortions)
     widths = [tuple(int(width) for width in share if width) for share in shares]
-    return coded(
-        [basis.truncated(len(own)) for basis, own in zip(bases, widths, strict=True)], widths, bits, quantiser, kernels
-    )
+    return coded([basis.truncated(len(own)) for basis, own in zip(bases, widths, strict=True)], widths, kernels)
 
 
-def coded(
-    bases: Sequence[Basis], widths: Sequence[tuple[int, ...]], bits: str, quantiser: str, kernels: str = "auto"
-) -> LatentCodec:
+def coded(bases: Sequence[Basis], widths: Sequence[tuple[int, ...]], kernels: str = "auto") -> LatentCodec:
     """A codec with so many bits for each component. The other arguments are those of `code`."""
-    trellis = _trellis(quantiser, kernels, bases[0].mean.device)
+    trellis = open_ops(kernels, bases[0].mean.device).trellis
     coders = [
         GroupCoder(
             basis=basis,
             packing=Packing(own),
             # An error in a coefficient of a fitted basis costs its square, wherever it is: see `Basis`.
             levels=make_levels(
-                [QUANTISERS[quantiser].levels(width, place < LEADING) for place, width in enumerate(own)],
+                [levels.levels(width, place < LEADING) for place, width in enumerate(own)],
                 basis.deviations.square(),
             ),
             trellis=trellis,
         )
         for basis, own in zip(bases, widths, strict=True)
     ]
-    return LatentCodec(coders=tuple(coders), bits=bits, quantiser=quantiser, kernels=kernels)
-
-
-def _trellis(quantiser: str, kernels: str, device: torch.device) -> Trellis:
-    return open_ops(kernels, device).trellis if quantiser == "trellis" else alone.ALONE
+    return LatentCodec(coders=tuple(coders), kernels=kernels)

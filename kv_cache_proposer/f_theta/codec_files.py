@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kv_cache_proposer.f_theta.basis import Basis
-from kv_cache_proposer.f_theta.codec import BITS, QUANTISERS, LatentCodec, coded
+from kv_cache_proposer.f_theta.codec import LatentCodec, coded
 from kv_cache_proposer.f_theta.codec_errors import ForeignLatent, LatentError
 from kv_cache_proposer.f_theta.components import PRECISIONS, Components
 from kv_cache_proposer.f_theta.group_layout import Group, LayerShape
@@ -38,6 +38,9 @@ _STORED = StoredKind(
     error=LatentError,
 )
 
+# What manifests said while codecs were made in other ways, too.
+_MADE_BY = {"bits": "variance", "quantiser": "trellis"}
+
 
 def save_codec(codec: LatentCodec, folder: Path, manifest: CalibrationManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no codec."""
@@ -45,8 +48,6 @@ def save_codec(codec: LatentCodec, folder: Path, manifest: CalibrationManifest) 
         **asdict(manifest),
         "bytes_per_token": codec.bytes_per_token,
         "shared_bytes": codec.shared_bytes,
-        "bits": codec.bits,
-        "quantiser": codec.quantiser,
         "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
     }
     _STORED.save(folder, _tensors(codec), content)
@@ -63,8 +64,6 @@ class StatedCodec:
     manifest: CalibrationManifest
     groups: tuple[Group, ...]
     bytes_per_token: int
-    bits: str
-    quantiser: str
     tensors_sha256: str
 
     @property
@@ -86,14 +85,11 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
             manifest=CalibrationManifest.of(content),
             groups=tuple(Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]),
             bytes_per_token=int(content["bytes_per_token"]),
-            bits=str(content["bits"]),
-            quantiser=str(content["quantiser"]),
             tensors_sha256=str(content["tensors_sha256"]),
         )
-    if codec.bits not in BITS:
-        raise _STORED.damage(path, f"bits are shared out by {codec.bits!r}, known are {', '.join(BITS)}")
-    if codec.quantiser not in QUANTISERS:
-        raise _STORED.damage(path, f"codes are chosen by {codec.quantiser!r}, known are {', '.join(QUANTISERS)}")
+    for name, known in _MADE_BY.items():
+        if (made_by := content.get(name, known)) != known:
+            raise _STORED.damage(path, f"{name} is {made_by!r}, known is {known!r}")
     _STORED.check_target(folder, codec.manifest.target_digest, target_digest)
     _STORED.check_tensors(folder)
     return codec
@@ -108,7 +104,7 @@ def load_stated(stated: StatedCodec, *, device: torch.device | str = "cpu", kern
     tensors = _STORED.read_tensors(stated.folder, stated.tensors_sha256)
     found = [_take_group(tensors, index, group, stated.folder) for index, group in enumerate(stated.groups)]
     _STORED.check_all_taken(tensors, stated.folder)
-    codec = coded([basis for basis, _ in found], [widths for _, widths in found], stated.bits, stated.quantiser)
+    codec = coded([basis for basis, _ in found], [widths for _, widths in found])
     if codec.bytes_per_token != stated.bytes_per_token:
         raise _STORED.damage(
             stated.folder,

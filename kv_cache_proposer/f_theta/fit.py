@@ -1,20 +1,12 @@
-"""Fits a codec to statistics of a text and importances of its KV entries, in closed form.
-
-Of the bases, `fitted` is the one to use. Each other must do worse at the same bytes, bits and coding:
-
-    random        an orthonormal basis drawn at random: no energy is concentrated in few components
-    first-layer   the code reads the first layer's entries alone. They are a function of the token's embedding and hold
-                  nothing of its context: the knowledge of a drafter that is not conditioned on the target
-"""
+"""Fits a codec to statistics of a text and importances of its KV entries, in closed form."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from kv_cache_proposer.f_theta.basis import Basis, WeightedSpace, fit_basis, fit_leading
+from kv_cache_proposer.f_theta.basis import Basis, fit_basis, fit_leading
 from kv_cache_proposer.f_theta.codec import LatentCodec, code
 from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.group_layout import Group
@@ -24,40 +16,6 @@ from kv_cache_proposer.f_theta.statistics import Statistics
 # Components that are looked for, for each byte of a token. In SmolLM2's groups 0.8 and 0.9 of them get bits.
 COMPONENTS_PER_BYTE = 3
 NARROW = 1024  # a group of so many numbers is decomposed as a whole in a second
-# Of the largest variance of the first layer's components: what is added to each before it is divided by.
-_RIDGE = 1e-6
-
-
-def random_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
-    """As `fit_basis`; the same for the same size of group."""
-    space = WeightedSpace(group, importances)
-    weighted = space.covariance(covariance)
-    drawn = torch.randn(group.width, group.width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    components = torch.linalg.qr(drawn.to(weighted.device)).Q
-    variances = ((weighted @ components) * components).sum(0)
-    order = variances.argsort(descending=True)
-    return space.basis(mean, components[:, order], variances[order])
-
-
-def first_layer_basis(group: Group, mean: Tensor, covariance: Tensor, importances: Sequence[Tensor]) -> Basis:
-    """As `fit_basis`: principal components of the first layer's weighted vectors, and ridge regression on them."""
-    space = WeightedSpace(group, importances)
-    weighted = space.covariance(covariance)
-    width = group.shapes[0].width
-    eigenvalues, eigenvectors = torch.linalg.eigh(weighted[:width, :width])
-    variances, own = eigenvalues.flip(0), eigenvectors.flip(1)
-    analysis = torch.zeros(group.width, width, dtype=weighted.dtype, device=weighted.device)
-    analysis[:width] = own
-    components = weighted[:, :width] @ own / (variances + _RIDGE * variances[0])
-    # What a component removes of the error in all layers decides how many bits it gets, so its coefficient is scaled to
-    # that.
-    sizes = components.norm(dim=0)
-    variances = variances * sizes.square()
-    order = variances.argsort(descending=True)
-    return space.basis(mean, (components / sizes)[:, order], variances[order], analysis=(analysis * sizes)[:, order])
-
-
-BASES = {"fitted": fit_basis, "random": random_basis, "first-layer": first_layer_basis}
 
 
 def fit(
@@ -67,9 +25,6 @@ def fit(
     bytes_per_token: int,
     shrinkage: float = 0.1,
     precision: str = "float16",
-    basis: str = "fitted",
-    bits: str = "variance",
-    quantiser: str = "trellis",
     kernels: str = "auto",
     is_rough: bool = False,
 ) -> LatentCodec:
@@ -77,8 +32,8 @@ def fit(
 
     importances: of every covered layer, from `importance` or `training.sensitivity`. shrinkage: see `regularised`.
     precision: what components are held in, one of PRECISIONS; what they lose is in the codec from the start, so a
-    stored codec is the one that was measured. basis, bits, quantiser: one of BASES, of BITS and of QUANTISERS.
-    kernels: as for an engine. is_rough: look only for as many components as get bits, and find the last of them nearly
+    stored codec is the one that was measured. kernels: as for an
+    engine. is_rough: look only for as many components as get bits, and find the last of them nearly
     (`leading.py`), where groups are wide and that is enough.
 
     The eigenvectors of one group of W numbers take some 9 W³ operations and 5 W² numbers of memory.
@@ -89,11 +44,6 @@ def fit(
     weighed = regularised(
         {shape.layer: importances[shape.layer].double().to(device) for shape in statistics.shapes}, shrinkage
     )
-    if basis == "first-layer" and (len(statistics.groups) > 1 or statistics.shapes[0].layer != 0):
-        raise LatentError(
-            f"a code of the first layer alone needs all layers in one group and layer 0 among them, got "
-            f"{len(statistics.groups)} groups from layer {statistics.shapes[0].layer}"
-        )
 
     def parts() -> Iterator[tuple[Group, Tensor, Tensor, list[Tensor]]]:
         for index, group in enumerate(statistics.groups):
@@ -101,10 +51,10 @@ def fit(
             yield group, statistics.mean(index), statistics.covariance(index), own
 
     def coded(bases: list[Basis]) -> LatentCodec:
-        return code(bases, bytes_per_token, bits=bits, quantiser=quantiser, kernels=kernels)
+        return code(bases, bytes_per_token, kernels=kernels)
 
     codec = None
-    if is_rough and basis == "fitted":
+    if is_rough:
         count = components_sought(bytes_per_token, len(statistics.groups))
         found = [fit_leading(*part, count) if _is_wide(part[0], count) else fit_basis(*part) for part in parts()]
         bases = [one for one in found if one is not None]
@@ -113,7 +63,7 @@ def fit(
             if any(_is_cut_off(part.basis, one) for part, one in zip(codec.coders, bases, strict=True)):
                 codec = None
     if codec is None:
-        codec = coded([BASES[basis](*part) for part in parts()])
+        codec = coded([fit_basis(*part) for part in parts()])
     rounded = [part.basis.at_precision(precision) for part in codec.coders]
     return coded(rounded)
 

@@ -80,7 +80,7 @@ class LateCodec:
     def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
         return self.load().encode_numbers(numbers)
 
-    def decoder(self, layer: int) -> LayerDecoder | None:
+    def decoder(self, layer: int) -> LayerDecoder:
         return self.load().decoder(layer)
 
     def _read(self) -> LatentCodec:

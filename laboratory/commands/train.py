@@ -90,24 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where errors count: measured by gradient (default), estimated from weights, or everywhere alike",
     )
     latent.add_argument(
-        "--basis",
-        choices=("fitted", "random", "first-layer"),
-        default="fitted",
-        help="controls that must do worse than the default, fitted: drawn blindly, or seeing no context",
-    )
-    latent.add_argument(
-        "--bits",
-        choices=("variance", "uniform"),
-        default="variance",
-        help="how a token's bits are shared out: where they help most (default), or alike",
-    )
-    latent.add_argument(
-        "--quantiser",
-        choices=("trellis", "alone"),
-        default="trellis",
-        help="how codes are chosen: of all components together (default), or for each by itself",
-    )
-    latent.add_argument(
         "--refine-steps",
         type=int,
         default=0,
@@ -223,9 +205,6 @@ def run(args: argparse.Namespace) -> int:
             bytes_per_token=bytes_per_token,
             group_layers=args.group_layers,
             importances=importances,
-            basis=args.basis,
-            bits=args.bits,
-            quantiser=args.quantiser,
             kernels=model.torch_kernels,
             shrinkage=_QUICK_SHRINKAGE if args.quick else _SHRINKAGE,
             is_rough=args.quick,
@@ -271,9 +250,6 @@ def run(args: argparse.Namespace) -> int:
             "importance": args.importance,
             "shrinkage": _QUICK_SHRINKAGE if args.quick else _SHRINKAGE,
             "sensitivity_sequences": args.sensitivity_sequences if args.importance == "sensitivity" else 0,
-            "basis": args.basis,
-            "bits": args.bits,
-            "quantiser": args.quantiser,
             "refine_steps": refinement.steps if refinement else 0,
         },
         seeds={"text": args.seed},

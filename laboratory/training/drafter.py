@@ -100,8 +100,8 @@ def train(
     """Train for at most `seconds` more, from where the state in `folder` stands, and leave the state there.
 
     network: on the model's device, in float32; it is changed in place and is ready for use afterwards. begins_ready:
-    it is so before, too: it was trained, and reads taps as they are. Raises DrafterError for a state of another plan or of other
-    texts, or a loss that is not finite; the state before the call stays then.
+    it is so before, too: it was trained, and reads taps as they are. Raises DrafterError for a state of
+    another plan or of other texts, or a loss that is not finite; the state before the call stays then.
     """
     trainer = _Trainer(model, network, texts, plan)
     if begins_ready:

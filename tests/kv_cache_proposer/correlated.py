@@ -75,11 +75,11 @@ def make_statistics(entries: Entries | None = None, *, group_layers: int = 2, ch
 
 
 def make_codec(
-    bytes_per_token: int = 24, *, group_layers: int = 2, precision: str = "float16", quantiser: str = "trellis"
+    bytes_per_token: int = 24, *, group_layers: int = 2, precision: str = "float16", kernels: str = "auto"
 ) -> LatentCodec:
     statistics = make_statistics(group_layers=group_layers)
     importances = from_projections(statistics, make_projections())
-    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, quantiser=quantiser)
+    return fit(statistics, importances, bytes_per_token=bytes_per_token, precision=precision, kernels=kernels)
 
 
 def relative_error(codec: LatentCodec, entries: Entries) -> float:

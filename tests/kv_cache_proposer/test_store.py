@@ -49,6 +49,26 @@ def test_a_codec_comes_back_bit_for_bit(tmp_path: Path, precision: str) -> None:
     assert loaded.shared_bytes == codec.shared_bytes
     assert torch.equal(loaded.encode(entries.keys, entries.values), codes)
     assert all(torch.equal(a, b) for a, b in zip(loaded.decode(codes)[0], codec.decode(codes)[0], strict=True))
+    assert torch.equal(
+        loaded.at(13).encode(entries.keys, entries.values), codec.at(13).encode(entries.keys, entries.values)
+    )
+
+
+def test_a_codec_keeps_the_kernels_it_was_given() -> None:
+    codec = make_codec(kernels="plain")
+    assert codec.kernels == codec.at(13).kernels == codec.to("cpu").kernels == "plain"
+    assert codec.to("cpu", "auto").kernels == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "other"), [("quantiser", "trellis", "alone"), ("bits", "variance", "uniform")]
+)
+def test_a_codec_that_was_made_in_another_way_is_refused(folder: Path, name: str, known: str, other: str) -> None:
+    rewrite_manifest(folder, **{name: known})
+    load_stated(read_stated(folder, target_digest=DIGEST))
+    rewrite_manifest(folder, **{name: other})
+    with pytest.raises(LatentError, match=f"{name} is '{other}', known is '{known}'"):
+        read_stated(folder, target_digest=DIGEST)
 
 
 def test_another_models_codec_is_refused(folder: Path) -> None:
