@@ -1,4 +1,4 @@
-"""`kakeya journal`: the sessions in a state folder, while no server uses it."""
+"""`kakeya journal`: the sessions in a state folder, while no server uses it, or in a database."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from inference_engine.cli.settings import has_password
 from inference_engine.config import in_full
 from inference_engine.errors import ConfigError, HistoryCorrupt, counted
 
 if TYPE_CHECKING:
+    from inference_engine.session.postgres_journal import PostgresJournal
     from inference_engine.session.sqlite_journal import SQLiteJournal
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -20,13 +22,16 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "journal",
-        help="check, list, back up and purge the sessions in a state folder",
-        description="The sessions that a server keeps in its state_dir. The server must be stopped.",
+        help="check, list, back up and purge the sessions in a state folder or a database",
+        description="The sessions that a server keeps in its state_dir, which must be stopped; or those that servers "
+        "keep in the database postgres:DSN, which may go on.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     _action(actions, "check", run_check, "read every session, and name those that are damaged")
     _action(actions, "list", run_list, "show the sessions of all owners, a line each")
-    backup = _action(actions, "backup", run_backup, "copy everything into a new folder, which a server can use")
+    backup = _action(
+        actions, "backup", run_backup, "copy everything of a folder into a new one, which a server can use"
+    )
     backup.add_argument("to", metavar="FOLDER")
     purge = _action(actions, "purge", run_purge, "delete sessions, damaged ones too")
     purge.add_argument(
@@ -38,7 +43,7 @@ def _action(
     actions: Subparsers, name: str, run: Callable[[argparse.Namespace], int], text: str
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    parser.add_argument("state_dir", metavar="STATE_DIR")
+    parser.add_argument("state_dir", metavar="STATE_DIR", help="or postgres:DSN")
     parser.set_defaults(run=run)
     return parser
 
@@ -77,7 +82,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_backup(args: argparse.Namespace) -> int:
-    """Raises ConfigError for a folder within the one that is copied."""
+    """Raises ConfigError for a folder within the one that is copied, and for a database."""
     state_dir, to = in_full(args.state_dir), in_full(args.to)
     if to.resolve().is_relative_to(state_dir.resolve()) and to.resolve() != state_dir.resolve():
         raise ConfigError(f"{to} would be a part of {state_dir}, and be lost with it; name a folder elsewhere")
@@ -93,28 +98,31 @@ def run_purge(args: argparse.Namespace) -> int:
         damaged = journal.damaged()
         for session_id in args.session_ids:
             if session_id not in owners and session_id not in damaged:
-                raise ConfigError(f"{args.state_dir} has no session {session_id}; nothing was deleted")
+                raise ConfigError(f"{journal.place} has no session {session_id}; nothing was deleted")
         for session_id in args.session_ids:
             journal.purge(session_id, owners.get(session_id, ""))
     return 0
 
 
 @contextmanager
-def _opened(folder: str) -> Iterator[SQLiteJournal]:
+def _opened(place: str) -> Iterator[SQLiteJournal | PostgresJournal]:
     import apsw
 
-    from inference_engine.metrics import EngineMetrics
-    from inference_engine.session.sqlite_journal import SQLiteJournal
-    from inference_engine.types import Durability
+    from inference_engine.session.journals import open_for_tools
 
-    journal = SQLiteJournal(in_full(folder), Durability.POWER, weights=None, metrics=EngineMetrics())
+    if has_password(place):
+        raise ConfigError(
+            "the database's name has a password, which others on this machine can read there: use PGPASSFILE or a "
+            "service of libpq"
+        )
+    journal = open_for_tools(place)
     try:
         yield journal
     except apsw.CorruptError as error:
         raise ConfigError(
-            f"the journal in {folder} is damaged where this has to read it ({error}): `kakeya journal backup {folder} "
+            f"the journal in {place} is damaged where this has to read it ({error}): `kakeya journal backup {place} "
             "FOLDER` makes a copy with new indexes, which helps if only an index is damaged; else restore "
-            f"{folder} from a backup"
+            f"{place} from a backup"
         ) from error
     finally:
         journal.stop()

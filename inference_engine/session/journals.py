@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
+from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import EngineConfig, in_full
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import Journal, MemoryJournal
 from inference_engine.types import Durability
+
+if TYPE_CHECKING:
+    from inference_engine.session.postgres_journal import PostgresJournal
+    from inference_engine.session.sqlite_journal import SQLiteJournal
 
 KINDS = {"sqlite": "FOLDER", "postgres": "DSN"}
 
@@ -29,17 +35,8 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
             in_full(place), config.kept, weights=weights, metrics=metrics, keep_seconds=config.session_keep_seconds
         )
     if kind == "postgres":
-        try:
-            from inference_engine.session.postgres_database import parsed
-            from inference_engine.session.postgres_journal import PostgresJournal
-        except ImportError as error:
-            raise ConfigError(
-                f"journal: postgres needs psycopg, which cannot be imported ({error}): "
-                "pip install 'kakeya-runtime[postgres]'"
-            ) from error
-
-        return PostgresJournal(
-            parsed(place),
+        return _in_postgres(
+            place,
             config.kept,
             weights=weights,
             metrics=metrics,
@@ -51,3 +48,32 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
     # Without the place, which may hold a password.
     known = " or ".join(f"{name}:{place}" for name, place in KINDS.items())
     raise ConfigError(f"journal: there is no journal of the kind {kind!r}; name one as {known}")
+
+
+def open_for_tools(place: str) -> SQLiteJournal | PostgresJournal:
+    """place: a state folder, which no server may use meanwhile, or `postgres:DSN`, which they may.
+
+    Raises ConfigError.
+    """
+    if place.startswith("postgres:"):
+        name = f"tool {secrets.token_hex(8)}"
+        return _in_postgres(
+            place.partition(":")[2], Durability.PROCESS, weights=None, metrics=EngineMetrics(), replica=name
+        )
+    from inference_engine.session.sqlite_journal import SQLiteJournal
+
+    return SQLiteJournal(
+        in_full(place.removeprefix("sqlite:")), Durability.POWER, weights=None, metrics=EngineMetrics()
+    )
+
+
+def _in_postgres(place: str, durability: Durability, **settings: Any) -> PostgresJournal:
+    try:
+        from inference_engine.session.postgres_database import parsed
+        from inference_engine.session.postgres_journal import PostgresJournal
+    except ImportError as error:
+        raise ConfigError(
+            f"journal: postgres needs psycopg, which cannot be imported ({error}): "
+            "pip install 'kakeya-runtime[postgres]'"
+        ) from error
+    return PostgresJournal(parsed(place), durability, **settings)

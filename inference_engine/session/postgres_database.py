@@ -250,12 +250,11 @@ class PostgresConnection:
         for notice in self._connection.notifies(timeout=seconds):
             yield notice.payload
 
-    def release(self, replica: str, epoch: int) -> None:
+    def release(self, replica: str, epoch: int, *, is_for_good: bool) -> None:
         """A server stops. Others wait neither for its lease nor for its lock, which would end a moment later."""
         with suppress(psycopg.Error):
-            self._connection.execute(
-                "update replicas set until = '-infinity' where name = %s and epoch = %s", (replica, epoch)
-            )
+            change = b"delete from replicas" if is_for_good else b"update replicas set until = '-infinity'"
+            self._connection.execute(change + b" where name = %s and epoch = %s", (replica, epoch))
             self._connection.execute("select pg_advisory_unlock_all()")
 
     def close(self) -> None:

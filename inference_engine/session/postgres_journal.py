@@ -26,7 +26,7 @@ from pathlib import Path
 import psycopg
 from psycopg import errors as pg
 
-from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway, SessionElsewhere
+from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway, SessionElsewhere, counted
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import (
     OPENED,
@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 _NUMBER_BITS = 62  # of a session's number, which no other server may draw
 _IDLE_CONNECTIONS = 4  # for reading, that are kept
 _LOOK_SECONDS = 0.05  # between two attempts to begin anew
+_LET_GO_SECONDS = 5.0  # for a server to let go of a session that is to be deleted
 _COUNT_SECONDS = 10.0  # between two looks at what other servers keep
 
 
@@ -142,14 +143,14 @@ class PostgresJournal(KeptJournal):
                 self._used, self._used_elsewhere = reader.usages(None)
             self._measure()
             undo.pop_all()
-        is_tool = weights is None
+        self._is_tool = weights is None
         self._writer = Writer(
             self._commit,
             self._tidy,
             lambda: not self._tables.to_fold,
             metrics,
             has_room=self._has_room,
-            tidies_at_the_end=not is_tool,
+            tidies_at_the_end=not self._is_tool,
             lose=self._begin_anew,
         )
         self._lease.start()
@@ -170,7 +171,7 @@ class PostgresJournal(KeptJournal):
         )
 
     def _close(self) -> None:
-        self._lease.stop()
+        self._lease.stop(is_for_good=self._is_tool)
         for db in (self._db, *self._idle):
             db.close()
 
@@ -296,6 +297,42 @@ class PostgresJournal(KeptJournal):
                 if (count := self._kept.get(owner)) is not None:
                     kept, lengths = elsewhere.get(owner, Kept()), here.get(owner, [])
                     count.sessions, count.tokens = kept.sessions + len(lengths), kept.tokens + sum(lengths)
+
+    # -- for tools --------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> str:
+        return place_of(self._dsn)
+
+    def check(self) -> str:
+        """As of a folder; whether pages are damaged the database says itself."""
+        with self._reading() as reader:
+            count = sum(not is_intact for is_intact, _ in reader.reply_rows("true", ()))
+        return f"{counted(count, 'answer')} to calls damaged" if count else ""
+
+    def back_up(self, folder: Path) -> None:
+        raise ConfigError(f"the database has backups of its own, {folder} cannot be one: use pg_dump, or a standby")
+
+    def damaged(self) -> set[str]:
+        return set()  # answers that are damaged go with their sessions
+
+    def purge(self, session_id: str, owner: str) -> None:
+        """Delete a session, damaged or not. Raises ConfigError if another server has it and does not let go of it."""
+        ends = time.monotonic() + _LET_GO_SECONDS
+        while True:
+            try:
+                self._claim(session_id, owner)
+                break
+            except SessionElsewhere as error:
+                if time.monotonic() > ends:
+                    raise ConfigError(
+                        f"the session {session_id} is in use at a server: close it there, or stop the server"
+                    ) from error
+                time.sleep(_LOOK_SECONDS)
+        with self._reading() as reader:
+            number = reader.find(session_id, owner)
+        if number is not None:
+            self._transact([(self._tables.end_session, (number,))])
 
     # -- the writer's thread ----------------------------------------------------------------------------------------
 

@@ -90,12 +90,13 @@ class Lease:
                 self._has_lock = True
             return None if epoch is None else self.epoch
 
-    def stop(self) -> None:
+    def stop(self, *, is_for_good: bool = False) -> None:
+        """is_for_good: no server of this name will come again."""
         self._is_stopping.set()
         if self._thread.is_alive():
             self._thread.join()
         with self._lock:
-            self._db.release(self._replica, self.epoch)
+            self._db.release(self._replica, self.epoch, is_for_good=is_for_good)
             self._db.close()
 
     def _connected(self) -> PostgresConnection:

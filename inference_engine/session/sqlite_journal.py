@@ -245,6 +245,10 @@ class SQLiteJournal(KeptJournal):
         except DAMAGE as error:
             raise _damaged(self.copies_folder.parent, error) from error
 
+    @property
+    def place(self) -> str:
+        return str(self.copies_folder.parent)
+
     def check(self) -> str:
         """What is wrong with the database as a whole; "": nothing. Reads all of it."""
         self._flush()

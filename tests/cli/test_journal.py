@@ -1,4 +1,4 @@
-"""`kakeya journal` on folders that a server has left."""
+"""`kakeya journal` on folders that a server has left, and on a database that one uses."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 from inference_engine.cli.main import main
 from inference_engine.session.journal_database import PAGE_BYTES
 from inference_engine.session.sqlite_journal import FILE
-from tests.kept import keeping, saved, sqlite_journal
+from tests.kept import Database, keeping, saved, sqlite_journal
 from tests.session.talks import record_of
 
 HISTORY = list(range(40))
@@ -109,3 +109,33 @@ def test_a_folder_without_a_journal_or_with_a_server_is_refused(
     with keeping(tmp_path / "state"):
         assert main(["journal", "check", str(tmp_path / "state")]) == 1
         assert "in use by process" in capsys.readouterr().err
+
+
+def test_the_sessions_of_a_database_are_listed_checked_and_purged_while_a_server_goes_on(
+    database: Database, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"postgres:{database.dsn}"
+    with keeping(database) as engine:
+        first, second, third = (engine.create_session(owner="alice").session_id for _ in range(3))
+        for session_id in (first, second, third):
+            engine.append(session_id, HISTORY, owner="alice")
+        saved(engine)
+        assert main(["journal", "list", place]) == 0
+        assert f"{first} of alice: 40 tokens, full" in capsys.readouterr().out
+        assert main(["journal", "purge", place, first, "unknown"]) == 1
+        assert "has no session unknown; nothing was deleted" in capsys.readouterr().err
+        assert main(["journal", "purge", place, first]) == 0
+        assert {one.session_id for one in engine.list_sessions(owner="alice")} == {second, third}
+        database.say(f"update kakeya.sessions set crc = crc + 1 where id = '{second}'")
+        capsys.readouterr()
+        assert main(["journal", "check", place]) == 1
+        out = capsys.readouterr().out
+        assert f"{second}: the session's history on disk is damaged" in out
+        assert out.endswith("2 sessions, 1 damaged\n")
+        assert main(["journal", "backup", place, "somewhere"]) == 1
+        assert "pg_dump" in capsys.readouterr().err
+        assert main(["journal", "list", "postgres://kakeya:secret@db.internal/kakeya"]) == 1
+        assert "PGPASSFILE" in capsys.readouterr().err
+        assert engine.append(third, [1], owner="alice") == len(HISTORY) + 1
+        saved(engine)
+    assert database.say("select name from kakeya.replicas") == [("server",)], "of a command nothing stays"
