@@ -42,6 +42,8 @@ class Ask(NamedTuple):
     is_parallel: bool = True  # may several be called at once?
     after: str | None = None
     is_kept: bool = False
+    budget: int | None = None  # tokens of reasoning; None: as many as come
+    budget_at: str = ""  # the field that says so
 
 
 def as_chat(messages: Sequence[Json]) -> list[Json]:

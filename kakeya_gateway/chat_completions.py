@@ -12,6 +12,7 @@ from pydantic import Field
 from kakeya import TokenDetail, TopLogprob
 from kakeya.tools import ToolCall, ToolCallPart
 from kakeya_gateway.bodies import Ask, Body, Format, Json, Refused, Sampled, Tool, as_chat
+from kakeya_gateway.thinking import BUDGETS, Effort
 from kakeya_gateway.turns import Piece, Turn
 
 _RECORDS = ("user", "metadata", "safety_identifier", "service_tier", "prompt_cache_key", "prompt_cache_retention")
@@ -54,6 +55,7 @@ class Request(Sampled):
     tools: list[Function] = []
     tool_choice: Literal["none", "auto", "required"] | Choice = "auto"
     parallel_tool_calls: bool = True
+    reasoning_effort: Effort = "high"
 
     def ask(self) -> Ask:
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -68,7 +70,8 @@ class Request(Sampled):
         choice = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         tools = [tool.function.definition() for tool in self.tools]
         asked = stops, tools, choice, self.parallel_tool_calls
-        return Ask(self.model, as_chat(self.messages), most, options, *asked)
+        budget: Json = {"budget": BUDGETS[self.reasoning_effort], "budget_at": "reasoning_effort"}
+        return Ask(self.model, as_chat(self.messages), most, options, *asked, **budget)
 
 
 class Reply:

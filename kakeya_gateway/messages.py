@@ -64,7 +64,16 @@ class Output(Body):
 
 
 class Thinking(Body):
-    type: Literal["disabled"]
+    type: Literal["disabled", "enabled", "adaptive"]
+    budget_tokens: int | None = Field(None, gt=0)
+
+    def budget(self, most: int | None) -> int | None:
+        """most: of the whole answer."""
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise Refused("goes with type enabled, and with no other", param="thinking.budget_tokens")
+        if self.budget_tokens is not None and most is not None and self.budget_tokens >= most:
+            raise Refused("must be less than max_tokens", param="thinking.budget_tokens")
+        return 0 if self.type == "disabled" else self.budget_tokens
 
 
 class Choice(Body):
@@ -93,7 +102,8 @@ class Counted(Sampled):
         tools = [tool.definition() for tool in self.tools]
         choice = _CHOICES.get(self.tool_choice.type, self.tool_choice.name)
         asked = self.stop_sequences, tools, choice, not self.tool_choice.disable_parallel_tool_use
-        return Ask(self.model, messages, self.max_tokens, options, *asked)
+        budget = None if self.thinking is None else self.thinking.budget(self.max_tokens)
+        return Ask(self.model, messages, self.max_tokens, options, *asked, budget=budget, budget_at="thinking")
 
 
 class Request(Counted):

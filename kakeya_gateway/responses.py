@@ -12,6 +12,7 @@ from kakeya.tools import ToolCallPart
 from kakeya_gateway.bodies import Ask, Body, Format, Json, Parts, Refused, Sampled, Tool, as_chat
 from kakeya_gateway.chat_completions import HARMLESS, logprobs
 from kakeya_gateway.conversations import Answer, Conversations
+from kakeya_gateway.thinking import BUDGETS, Effort
 from kakeya_gateway.turns import Piece, Turn
 
 ID, MESSAGE, CALL, REASONING = "resp_", "msg_", "fc_", "rs_"
@@ -63,7 +64,7 @@ class Text(Body):
 
 
 class Reasoning(Body):
-    effort: Literal["none"] = "none"
+    effort: Effort = "high"
 
 
 class Choice(Body):
@@ -113,7 +114,8 @@ class Request(Sampled):
         tools = [tool.definition() for tool in self.tools]
         name = None if after is None else after.removeprefix(ID)
         asked = (), tools, choice, self.parallel_tool_calls, name, self.store
-        return Ask(self.model, as_chat(messages), self.max_output_tokens, options, *asked)
+        budget: Json = {"budget": BUDGETS[self.reasoning.effort], "budget_at": "reasoning.effort"}
+        return Ask(self.model, as_chat(messages), self.max_output_tokens, options, *asked, **budget)
 
     def _go_on_from(self, answer: Answer) -> None:
         """Have what its session begins with. Raises Refused for something else."""

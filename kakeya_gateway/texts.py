@@ -72,6 +72,26 @@ class Texts:
         end = self.decode(prompt[-_PROMPT_ENDS:]) if self._thinks else ""
         return Thoughts(is_known=self._thinks, is_open=end.rfind(THINKING[0]) > end.rfind(THINKING[1]))
 
+    @property
+    def thinks(self) -> bool:
+        """Does the model's template know the markers of reasoning?"""
+        return self._thinks
+
+    def thought_end(self) -> tuple[list[int], list[int]]:
+        """The ids of the marker that ends reasoning, and of what comes before the answer."""
+        return self._ids(THINKING[1]), self._ids("\n\n")
+
+    def no_thought(self, prompt: Sequence[int]) -> list[int]:
+        """Ids behind which the model answers without reasoning: an empty one, unless the prompt has that already."""
+        end = self.decode(prompt[-_PROMPT_ENDS:])
+        if not self._thinks or end.rstrip().endswith(THINKING[1]):
+            return []
+        is_open = end.rfind(THINKING[0]) > end.rfind(THINKING[1])
+        return self._ids(f"{'' if is_open else THINKING[0] + chr(10)}\n{THINKING[1]}\n\n")
+
+    def _ids(self, text: str) -> list[int]:
+        return [int(each) for each in self._tokenizer.encode(text, add_special_tokens=False)]
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 

@@ -12,6 +12,7 @@ from kakeya.tools import TextPart, ToolCall, ToolCallPart, Tools
 from kakeya_gateway.bodies import Ask, Json, Refused
 from kakeya_gateway.conversations import Answer, Conversation, Conversations, digests
 from kakeya_gateway.texts import Stops, TextReader
+from kakeya_gateway.thinking import BudgetedStream, Stream
 
 
 class Piece(NamedTuple):
@@ -65,12 +66,16 @@ class Turn:
         options = dict(ask.options)
         if tools is not None and options["constraint"] is None:
             options["constraint"] = tools.constraint(ask.choice, parallel=ask.is_parallel)
-        self._stream = conversation.session.generate(
-            most if ask.max_tokens is None else ask.max_tokens,
-            on_progress=self._progressed,
-            expected_history_length=self.start,
-            **options,
-        )
+        most = most if ask.max_tokens is None else ask.max_tokens
+        first: Json = {"on_progress": self._progressed, "expected_history_length": self.start}
+        self._stream: Stream
+        if ask.budget and ask.budget < most:
+            end, behind = owner.texts.thought_end()
+            parts: Json = {"end": end, "behind": behind, "is_within": lambda: self._thoughts.is_within}
+            session = conversation.session
+            self._stream = BudgetedStream(session, most, ask.budget, **parts, first=first, options=options)
+        else:
+            self._stream = conversation.session.generate(most, **first, **options)
 
     @classmethod
     async def begin(cls, ask: Ask, owner: Conversations) -> Turn:
@@ -83,8 +88,16 @@ class Turn:
         tools = await owner.texts.tools(ask.tools)
         if tools is not None and ask.choice != "none" and ask.options["constraint"] is not None:
             raise Refused("may be called, so the output cannot be held to a format", param="tools")
+        if ask.budget and not owner.texts.thinks:
+            raise Refused("the model's chat template knows no reasoning", param=ask.budget_at)
+        if ask.budget and tools is not None and ask.choice not in ("auto", "none"):
+            raise Refused("cannot be limited where a tool has to be called", param=ask.budget_at)
         ids, digest = await owner.ids_of(ask, tools)
+        asked = len(ids)
+        if ask.budget == 0:
+            ids.extend(owner.texts.no_thought(ids))
         conversation = await owner.open(ids, digest)
+        conversation.said[digest] = asked, asked  # asked again, it may reason
         try:
             return cls(ask, owner, conversation, digest, tools)
         except BaseException:

@@ -141,6 +141,45 @@ def test_reasoning_stands_in_its_own_place_whole_and_streamed_and_the_session_go
         assert history(runtime, tokenizer).startswith(before)
 
 
+def limited(path: str, effort: str) -> dict[str, Any]:
+    if path == CHAT:
+        return {"reasoning_effort": effort, "max_tokens": 300}
+    if path == RESPONSES:
+        return {"reasoning": {"effort": effort}, "max_output_tokens": 300}
+    thinking = {"type": "disabled"} if effort == "none" else {"type": "enabled", "budget_tokens": 128}
+    return {"thinking": thinking, "max_tokens": 300}
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, OPENED], ids=["marked", "opened by the prompt"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_reasoning_ends_where_its_budget_does_and_the_answer_goes_on_behind_it(
+    path: str, source: str, target: str, runtime: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model thinks without an end, and answers with three letters, if it is let."""
+    tokenizer, generate, most = tiny_tokenizer(), AsyncSession.generate, list[int]()
+    tokenizer.chat_template = source
+    begin = "" if source == OPENED else "<think>\n"
+
+    def endless(session: AsyncSession, *given: Any, **options: Any) -> Any:
+        most.append(given[0])
+        held = f"{begin}[ab]{{400}}" if "stop_sequences" in options else "[cd]{3}"
+        return generate(session, *given, **{**options, "constraint": Regex(held)})
+
+    monkeypatch.setattr(AsyncSession, "generate", endless)
+    with gateway_for(target, tokenizer=tokenizer) as url, httpx2.Client(base_url=url, timeout=60) as http:
+        thought, text, back = whole(path, post(http, path, [ASKED], **limited(path, "minimal")).json())
+        before = history(runtime, tokenizer)
+        streamed = post(http, path, [ASKED], stream=True, **limited(path, "minimal")).text
+        post(http, path, [ASKED, *back, ASKED], **limited(path, "none"))
+        answered = history(runtime, tokenizer)
+    assert set(thought) <= {"a", "b"} and len(thought) == 128 - len(tokenizer.encode(begin))
+    assert set(text) <= {"c", "d"} and len(text) == 3
+    assert before.endswith(f"{thought}</think>\n\n{text}") and most[:2] == [128, 300 - 128 - 10]
+    assert streamed.count("data: {") > len(thought)  # it comes while it is thought
+    # Without reasoning: an empty one stands before the answer.
+    assert answered.startswith(before) and answered[:-3].endswith("assistant\n<think>\n\n</think>\n\n")
+
+
 def test_reasoning_of_others_is_the_templates_to_show(http: httpx2.Client, runtime: Client, tokenizer: Any) -> None:
     earlier = {"role": "assistant", "content": "so", "reasoning_content": "since"}
     post(http, CHAT, [ASKED, earlier, ASKED])
