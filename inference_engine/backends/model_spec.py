@@ -16,10 +16,14 @@ from inference_engine.models.families import ListConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RotaryTable:
-    """A RoPE table: the angle per position of each pair of numbers, float32, and the factor of cos and sin."""
+    """A RoPE table: the angle per position of each pair of numbers, float32, and the factor of cos and sin.
+
+    still: how many numbers of a stored key lie before those that are rotated; then angles behind theirs are 0.
+    """
 
     angles: tuple[float, ...]
     factor: float
+    still: int = 0
 
     @property
     def frequencies(self) -> NDArray[np.float32]:
@@ -53,7 +57,14 @@ class ModelSpec:
         """
         if name == UNROTATED:
             return keys
-        angles = torch.tensor(self.rotaries[name].angles, dtype=torch.float32)
+        table = self.rotaries[name]
+        if table.still:
+            first, keys = keys[..., : table.still], keys[..., table.still :]
+            return torch.cat((first, self._rotate(keys, shifts, table.angles[: keys.shape[-1] // 2])), dim=-1)
+        return self._rotate(keys, shifts, table.angles)
+
+    def _rotate(self, keys: Tensor, shifts: Tensor, by: tuple[float, ...]) -> Tensor:
+        angles = torch.tensor(by, dtype=torch.float32)
         distances = shifts.abs()
         turns = distances[:, None].float() * angles
         cos, sin = turns.cos(), turns.sin()

@@ -157,6 +157,8 @@ def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | NormStep | 
 def _fused_experts(norm: Norm | None, router: Product, left: list[Operation]) -> FusedExperts:
     experts = left.pop(0)
     assert isinstance(experts, Experts)
+    if experts.scales is not None:
+        raise NoStepListError("torch's executor of lists has no kernel for experts whose weights have factors")
     is_one = len(router.matrices) == 1 and not (router.biases or router.offset) and router.count is None
     if (router.input, router.output) != (experts.input, experts.router) or not is_one:
         raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product")

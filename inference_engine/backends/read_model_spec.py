@@ -65,7 +65,8 @@ def spec_of_seam(seam: Seam) -> ModelSpec:
         reads=seam.reads,
         trained_positions=seam.trained_positions,
         rotaries={
-            name: RotaryTable(angles=tuple(angles.tolist()), factor=factor) for name, (angles, factor) in tables.items()
+            name: RotaryTable(angles=tuple(angles.tolist()), factor=factor, still=seam.still_numbers(name))
+            for name, (angles, factor) in tables.items()
         },
         parameters=shapes_of(seam.model),
         short_positions=seam.short_positions,

@@ -240,7 +240,7 @@ _RENAMED = {
     ".block_sparse_moe.router.layer.weight": ".mlp.gate.weight",
     ".block_sparse_moe.router.weight": ".mlp.gate.weight",
 }
-_EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -329,6 +329,17 @@ def text_name(name: str) -> str:
         if name.startswith(root):
             return own + name.removeprefix(root)
     return name
+
+
+def unread(reads: Sequence[int | None]) -> frozenset[str]:
+    """What checkpoints may have of layers that read the entries of an earlier one, and no model asks for. reads: as
+    Geometry has them."""
+    return frozenset(
+        f"model.layers.{layer}.self_attn.{part}.weight"
+        for layer, read in enumerate(reads)
+        if read is not None and read in reads[:layer]
+        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
 
 
 def _places(folder: Path, file: str) -> dict[str, _FileSpan]:

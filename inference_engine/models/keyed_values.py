@@ -97,8 +97,9 @@ def keyed_values(attention: nn.Module, rotary: nn.Module, kind: str | None) -> K
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 1 or getattr(value_norm, "weight", None) is not None:
         return None
-    one = torch.ones((1, 1), dtype=torch.long, device=weight.device)
-    like = torch.zeros((), device=weight.device)
+    table = next(rotary.buffers(), weight)  # a model without weights has a table
+    one = torch.ones((1, 1), dtype=torch.long, device=table.device)
+    like = torch.zeros((), device=table.device)
     cos, sin = rotary(like, one) if kind is None else rotary(like, one, kind)
     if cos.shape[-1] != len(weight):
         return None  # heads are cut apart before they are rotated

@@ -111,6 +111,18 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UnitNorm(Operation):
+    """`Norm` without weights."""
+
+    input: str
+    output: str
+    epsilon: float
+    width: int
+    heads: int = 1
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Product(Operation):
     """output = input · [matrices, one below the other] + biases. output None: the logits.
 
@@ -157,6 +169,33 @@ class Attend(Operation):
     layer: int
     scaling: float
     softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttendEarlier(Operation):
+    """Attend to what an earlier operation has written of this layer, by its K and V. input: queries of a token."""
+
+    input: str
+    output: str
+    layer: int
+    scaling: float
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrange(Operation):
+    """In place, each of `heads` pieces of `width` numbers, from `offset` on: its number `order[i]` becomes number i.
+
+    weights: a tensor of `width` numbers, which the first `weighted` ones, in their new order, are multiplied by.
+    """
+
+    register: str
+    heads: int
+    width: int
+    order: tuple[int, ...]
+    offset: int = 0
+    weights: str | None = None
+    weighted: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -273,13 +312,15 @@ class Multiply(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale(Operation):
-    """The register times `factor`."""
+    """The register times `factor` and, if there is a `tensor`, its one number."""
 
     register: str
-    factor: float
+    factor: float = 1.0
+    tensor: str | None = None
 
     def plain(self, step: PlainStep) -> None:
-        step.registers[self.register] = step.registers[self.register] * self.factor
+        factor = self.factor if self.tensor is None else self.factor * step.tensor(self.tensor)
+        step.registers[self.register] = step.registers[self.register] * factor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,6 +372,7 @@ class Experts(Operation):
     """output = the gated products of the experts that each token is routed to, times their weights.
 
     router: the register of its logits. matrices: gate, up and down of each expert. bias: a tensor, of `routing`.
+    scales: a tensor, of which each expert's weight is multiplied by its number.
     """
 
     input: str
@@ -340,6 +382,7 @@ class Experts(Operation):
     routing: Router
     activation: str
     bias: str | None = None
+    scales: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -365,7 +365,7 @@ class Seam:
             sin = -sin
         elif bool((shifts < 0).any()):
             sin = torch.where((shifts < 0)[None, :, None].to(sin.device), -sin, sin)
-        turned, first = cos.shape[-1], self._still.get(name, 0)
+        turned, first = cos.shape[-1], self.still_numbers(name)
         if first:
             return torch.cat((keys[..., :first], self._apply(keys[None, ..., first:], cos, sin)[0]), dim=-1)
         if self._turns_part_of_heads and turned < keys.shape[-1]:
@@ -389,6 +389,10 @@ class Seam:
         """A rotation table: the angle per position of each pair of numbers [d / 2], and the factor of cos and sin."""
         frequencies, factor = self._table.frequencies(name)
         return frequencies.float().cpu().numpy(), float(factor)
+
+    def still_numbers(self, name: str) -> int:
+        """How many numbers of a stored key lie before those that a rotation table turns."""
+        return self._still.get(name, 0)
 
     @cached_property
     def _turns_part_of_heads(self) -> bool:

@@ -9,7 +9,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint, text_name
+from inference_engine.models.checkpoint import Checkpoint, text_name, unread
 from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.folder import UNFIT, refused_as
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-_EXPERTS = ".mlp.experts."
+_EXPERTS = ".experts."
 
 
 def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, attention: str) -> PreTrainedModel:
@@ -38,6 +38,7 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
         if is_tied:
             wanted.pop(HEAD, None)
         names = {text_name(name) for name in wanted}
+        names |= unread(_reads(config))
         _check_names(checkpoint, {*names, HEAD} if is_tied else names)
         checkpoint.warn_of_unpacking("torch", str(dtype).removeprefix("torch."), dtype.itemsize)
         narrow = _narrow(made)
@@ -49,6 +50,13 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
         )
     return model
+
+
+def _reads(config: PretrainedConfig) -> list[int]:
+    """Of layers that say whether they read the entries of an earlier one of their type; any others read their own."""
+    modes, kinds = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", ())
+    stores = {kind: layer for layer, (mode, kind) in enumerate(zip(modes, kinds, strict=False)) if mode == "store"}
+    return [stores[kinds[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)]
 
 
 def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:

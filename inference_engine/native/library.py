@@ -127,6 +127,7 @@ class Kind(enum.IntEnum):
     SELECTIVE_SCAN = 18
     MULTIPLY = 19
     SCALE = 20
+    ARRANGE = 21
 
 
 class Routing(enum.IntFlag):
@@ -331,7 +332,7 @@ class NativeOperation(ctypes.Structure):
     other: float
 
 
-_OF_LAYER = ("query_heads", "kv_heads", "head_dim", "value_dim", "value_at", "row")
+_OF_LAYER = ("query_heads", "kv_heads", "head_dim", "value_dim", "key_at", "value_at", "shared", "row")
 
 
 class NativeLayer(ctypes.Structure):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from inference_engine.backends.base import Admitted
+from inference_engine.backends.base import Admitted, Forward
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
@@ -89,7 +89,7 @@ def ids_of(engine: Engine, session: str, count: int = COUNT) -> list[int]:
     return [token for token, _ in generate(engine, session, count)]
 
 
-def stays_within_its_bounds(forward: TorchForward, strategies: Sequence[str], more_than: int = 0) -> None:
+def stays_within_its_bounds(forward: Forward, strategies: Sequence[str], more_than: int = 0) -> None:
     """A session of each strategy holds more than so many bytes, and no more than it said."""
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         for strategy in strategies:
@@ -100,7 +100,7 @@ def stays_within_its_bounds(forward: TorchForward, strategies: Sequence[str], mo
             assert more_than < info.kv_live_bytes <= info.bound.peak_bytes, strategy
 
 
-def fills_its_bound(forward: TorchForward, limit: int = 64) -> int:
+def fills_its_bound(forward: Forward, limit: int = 64) -> int:
     """A session of so many tokens holds just the bytes that it said. Returns them."""
     kv = SessionKV(Full(), forward.open(forward.geometry(**PAGES), 2**24), limit)
     while kv.length < limit:
@@ -110,7 +110,7 @@ def fills_its_bound(forward: TorchForward, limit: int = 64) -> int:
     return kv.footprint().total_bytes
 
 
-def continues_as_transformers(own: PreTrainedModel, forward: TorchForward, *, drafts: bool, count: int = COUNT) -> None:
+def continues_as_transformers(own: PreTrainedModel, forward: Forward, *, drafts: bool, count: int = COUNT) -> None:
     """Sessions in one batch, a fork, and second turns generate what transformers does, greedily."""
     drafter: dict[str, Any] = {"drafter": NgramDrafter()} if drafts else {}
     with Engine(forward, EngineConfig(**SMALL), **drafter) as engine:

@@ -171,6 +171,11 @@ def gguf_of(
     return Odd(make=make, name=named or file, **more)
 
 
+def keys_that_none_reads(tensors: dict[str, Any]) -> None:
+    for name in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
+        tensors[f"blk.6.{name}"] = tensors[f"blk.2.{name}"]
+
+
 def configured(kind: str, **changes: Any) -> Callable[[], Any]:
     """A model of this class with noise on every parameter."""
 
@@ -472,7 +477,10 @@ ODD: Mapping[str, Odd] = {
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
     "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch", "native"), refusal="no kernel"),
     "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="deepseek_v3"),
-    "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch",), refusal="gemma4_text"),
+    "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch", "native"), refusal="no kernel"),
+    "GGUF, keys and values of layers that read others'": gguf_of(
+        "gemma4 with inputs by layer", served_by=("torch", "native"), refusal="no kernel", tensors=keys_that_none_reads
+    ),
     "GGUF, the rounding of YaRN's bounds": gguf_of("gpt-oss", served_by=("torch",), refusal="gpt_oss", note="bounds"),
     "GGUF, the gate of a shared expert as a vector": gguf_of("qwen2moe", tensors=without_dimensions_of_1),
     "GGUF, caps of 0": gguf_of(
@@ -528,7 +536,6 @@ REPEATED = (
     "no desc_act, inputs in an order of their own",
     "GGUF, split, another part named",
     "GGUF, one vector for all heads",
-    "GGUF, Gemma 4",
     "GGUF, the rounding of YaRN's bounds",
     "GGUF with a head",
     "GGUF, the old name of a factor",

@@ -22,10 +22,24 @@ from tests.tiny import SMALL
 pytestmark = pytest.mark.usefixtures("trying_no_strategies")
 
 SHARED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MIXTURES = {
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 32,
+}
+MIXTURES: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, **SHARED},
     "Glm4Moe": {"n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, **SHARED},
+    "Gemma4Text": GEMMA4,
 }
 
 
@@ -56,6 +70,9 @@ def wide_blocks(name: str) -> str:
         further("lfm2", {}, "Q4_0"),
         further("lfm2moe", {}, "Q4_0"),
         ("qwen35", WIDE, wide_blocks),
+        ("gemma4 with experts", {}, "Q4_0"),
+        ("gemma4 with inputs by layer", {}, "Q4_0"),
+        further("gemma4", {}, "Q8_0"),
     ],
 )
 def test_a_gguf_file_generates_natively_what_torch_generates(

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gemma4 import Gemma4TextConfig
+from transformers.models.gemma4_unified import Gemma4UnifiedTextConfig
 from transformers.models.glm4_moe import Glm4MoeConfig
 from transformers.models.granitemoehybrid import GraniteMoeHybridConfig
 from transformers.models.lfm2 import Lfm2Config
@@ -53,6 +55,25 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "smollm3": SmolLM3Config(num_hidden_layers=8),
     "gemma2": Gemma2Config(num_hidden_layers=4),
     "gemma3": Gemma3TextConfig(num_hidden_layers=7),
+    # Values that are keys, with layers that read them and without; experts; inputs of layers.
+    "gemma4": Gemma4TextConfig(
+        num_hidden_layers=6, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=2
+    ),
+    "gemma4 with experts": Gemma4TextConfig(
+        num_hidden_layers=6,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+    ),
+    "gemma4 with inputs by layer": Gemma4TextConfig(
+        num_hidden_layers=12, num_kv_shared_layers=6, use_double_wide_mlp=True
+    ),
+    "gemma4 unified": Gemma4UnifiedTextConfig(num_hidden_layers=6),
+    "gemma4 with layers that read keys as values": Gemma4TextConfig(
+        num_hidden_layers=12, num_kv_shared_layers=6, attention_k_eq_v=True
+    ),
     "phi3": Phi3Config(num_hidden_layers=2, pad_token_id=None),
     "longrope": Phi3Config(
         num_hidden_layers=2,

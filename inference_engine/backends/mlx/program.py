@@ -316,6 +316,8 @@ def _experts(program: MLXProgram, operation: Experts, _: int) -> Compute:
     both = program.computed([Matrix.below_each_other([gates, ups])] if gates.format == ups.format else [gates, ups])
     (down,) = program.computed([downs])
     bias = None if operation.bias is None else program.weights.vector(operation.bias, dtype=mx.float32)
+    if operation.scales is not None:
+        raise NoStepListError("experts whose weights have factors have no kernel on MLX")
 
     def compute(step: _Step) -> Any:
         states = step.registers[operation.input]

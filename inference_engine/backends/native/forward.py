@@ -53,7 +53,7 @@ from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
-from inference_engine.models.operations import Attend
+from inference_engine.models.operations import Attend, AttendEarlier
 from inference_engine.native.library import AttentionArguments, Kernels, KVType, NativeStep, StateSpan, Threads
 from inference_engine.types import Mode, ModelFacts
 
@@ -88,7 +88,8 @@ class NativeForward:
             attend_generated=attention,
         )
         tables = spec.rotaries
-        turns = {name: RotationTables.of(table.frequencies, spec.trained_positions) for name, table in tables.items()}
+        whole = {name: table for name, table in tables.items() if not table.still}  # kernels turn the first numbers
+        turns = {name: RotationTables.of(table.frequencies, spec.trained_positions) for name, table in whole.items()}
         self._coder = NativeCoder(
             kernels=program.kernels,
             threads=program.threads,
@@ -98,7 +99,7 @@ class NativeForward:
             turned={name: 2 * len(table.frequencies) for name, table in tables.items()},
             turns=turns,
         )
-        self._indexes = NativeIndexes(tables, turns, program.identity)
+        self._indexes = NativeIndexes(whole, turns, program.identity)
         self._writes, self._writes_per_token = _write_offsets([layer.kv_heads for layer in layers])
         self._states = program.states(len(spec.reads))
         self._arguments: _Arguments | None = None  # of the last step
@@ -236,7 +237,7 @@ class NativeForward:
     def _run_by_layers(self, step: Step, native: NativeStep) -> None:
         """The plan attends, layer by layer; everything else is native."""
         program, first, tokens = self.program, 0, step.plan.query_count
-        attends = [operation for operation in program.steps.operations if isinstance(operation, Attend)]
+        attends = [one for one in program.steps.operations if isinstance(one, Attend | AttendEarlier)]
         with torch.inference_mode():
             for index, attend in zip(program.attends, attends, strict=True):
                 program.run(native, first, index)
@@ -244,11 +245,15 @@ class NativeForward:
                 heads = torch.from_numpy(program.register(attend.input, tokens))
                 states = heads.view(tokens, -1, layer.head_dim).transpose(0, 1)[None]
                 keys_at, values_at = layer.query_heads, layer.query_heads + layer.kv_heads
+                own = (states[:, keys_at:values_at], states[:, values_at:]) if isinstance(attend, Attend) else ()
+                keys, values = (
+                    (as_kept(part, self._kv_dtype).to(self._kv_dtype) for part in own) if own else (None, None)
+                )
                 out = step.plan.attend(
                     attend.layer,
                     states[:, :keys_at],
-                    as_kept(states[:, keys_at:values_at], self._kv_dtype).to(self._kv_dtype),
-                    as_kept(states[:, values_at:], self._kv_dtype).to(self._kv_dtype),
+                    keys,
+                    values,
                     scaling=attend.scaling,
                     softcap=attend.softcap,
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model, log_remarks
-from inference_engine.models.checkpoint import Checkpoint, text_name
+from inference_engine.models.checkpoint import Checkpoint, text_name, unread
 from inference_engine.models.families import step_list
 from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.folder import layout_of
@@ -42,9 +42,12 @@ _KV_TYPES = {
 _NAMES = {ProductIdentity.EXACT: "exact", ProductIdentity.QUANTISED: "int8"}
 
 # Tensors of a text model; what else a checkpoint has is not read.
-_TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head.")
+_TEXT = (
+    *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
+    *("model.embed_tokens_per_layer.", "model.per_layer_model_projection.", "model.per_layer_projection_norm."),
+)
 _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
-_EXPERTS = re.compile(r"(?P<layer>.*\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)")
 
 
 def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
@@ -57,7 +60,7 @@ def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
     try:
         spec = _tried(config, checked, admitted, library)
         checkpoint = open_checkpoint(checked.stored)
-        check_fits(checkpoint, spec.parameters)
+        check_fits(checkpoint, spec.parameters, spec.reads)
         steps = step_list(spec.config, spec.layers, text_names(checkpoint, spec.parameters), spec.reads)
         program = Program(
             library,
@@ -144,17 +147,21 @@ def check_stored(stored: Path) -> None:
         raise NotNative(str(error)) from error
 
 
-def check_fits(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> None:
+def check_fits(
+    checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]], reads: Sequence[int | None] = ()
+) -> None:
     """Raise ModelError unless the checkpoint has the tensors of transformers' model of this configuration, no others.
 
-    The list of operations takes what is there: a bias or a norm that the model has no place for would change it.
+    reads: of the model, as Geometry has them. The list of operations takes what is there: a bias or a norm that the
+    model has no place for would change it.
     """
     wanted = _as_stored(checkpoint, _tensors(parameters))
+    left_out = unread(reads)
     is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice, with the same numbers
     for name, shape in wanted.items():
         checkpoint.tensor(name, shape)
     for name in checkpoint.names():
-        is_known = name in wanted or (is_tied and name == HEAD) or _WITHOUT_EFFECT.fullmatch(name)
+        is_known = name in wanted or name in left_out or (is_tied and name == HEAD) or _WITHOUT_EFFECT.fullmatch(name)
         if name.startswith(_TEXT) and not is_known:
             raise ModelError(
                 f"{checkpoint.path}: {name} has no place in a model of this configuration; the weights do not fit it"

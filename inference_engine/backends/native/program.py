@@ -28,7 +28,9 @@ from inference_engine.models.encodings import BY_NAME
 from inference_engine.models.mapped import let_go
 from inference_engine.models.operations import (
     Add,
+    Arrange,
     Attend,
+    AttendEarlier,
     Convolve,
     DeltaRule,
     Embed,
@@ -50,6 +52,7 @@ from inference_engine.models.operations import (
     Softcap,
     StepList,
     Tap,
+    UnitNorm,
     Write,
 )
 from inference_engine.native.cores import usable_cores
@@ -237,7 +240,10 @@ class Program:
         vectors = (ctypes.c_void_p * len(self._vectors))(*(vector.ctypes.data for vector in self._vectors))
         layers = (NativeLayer * len(self.steps.layers))(
             *(
-                NativeLayer(one.query_heads, one.kv_heads, one.head_dim, one.value_dim, entry.value_at, entry.width)
+                NativeLayer(
+                    *(one.query_heads, one.kv_heads, one.head_dim, one.value_dim),
+                    *(entry.key_at, entry.value_at, entry.shared, entry.width),
+                )
                 for one, entry in ((layer, layer.entry) for layer in self.steps.layers)
             )
         )
@@ -269,9 +275,10 @@ class Program:
         widths = (ctypes.c_int64 * len(self.steps.widths))(*self.steps.widths.values())
         return self.library.open_program(self.kernels, self.threads, identity, self.kv_type, *arrays, widths)
 
-    def lowered(self, operation: Operation) -> NativeOperation:
-        """The structure of an operation, of all that is not weights."""
-        one = NativeOperation(kind=Kind[re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).upper()])
+    def lowered(self, operation: Operation, kind: Kind | None = None) -> NativeOperation:
+        """The structure of an operation, of all that is not weights. kind: None: the one named as its class."""
+        own = Kind[re.sub("(?<=[a-z])(?=[A-Z])", "_", type(operation).__name__).upper()] if kind is None else kind
+        one = NativeOperation(kind=own)
         one.input = one.second = one.output = one.matrix = one.vector = one.table = one.layer = -1
         one.number = 1.0
         for each in fields(operation):
@@ -334,9 +341,36 @@ Lower = Callable[[Program, Any], Iterable[NativeOperation]]
 KERNELS: OperationKernels[Lower] = OperationKernels("the native backend")
 
 
-@KERNELS.of(Attend, Add, Gated, Given, Multiply, Scale, Select, SigmoidGate, Softcap, Tap, Write)
+@KERNELS.of(Attend, Add, Gated, Given, Multiply, Select, SigmoidGate, Softcap, Tap, Write)
 def _plain(program: Program, operation: Operation) -> Iterable[NativeOperation]:
     yield program.lowered(operation)
+
+
+@KERNELS.of(AttendEarlier)
+def _attend_earlier(program: Program, operation: AttendEarlier) -> Iterable[NativeOperation]:
+    one = program.lowered(operation, Kind.ATTEND)
+    one.flag = 1
+    yield one
+
+
+@KERNELS.of(Scale)
+def _scale(program: Program, operation: Scale) -> Iterable[NativeOperation]:
+    one = program.lowered(operation)
+    if operation.tensor is not None:
+        one.number *= float(program.numbers(operation.tensor, 1)[0])
+    yield one
+
+
+@KERNELS.of(Arrange)
+def _arrange(program: Program, operation: Arrange) -> Iterable[NativeOperation]:
+    one, factors = program.lowered(operation), np.ones(operation.width, np.float32)
+    order = np.array(operation.order, np.int32)
+    assert np.array_equal(np.sort(order), np.arange(operation.width)), "each number has one place"
+    if operation.weights is not None:
+        own = order[: operation.weighted]
+        factors[: len(own)] = program.numbers(operation.weights, operation.width)[own]
+    one.vector, one.matrix = program.vector(factors), program.vector(order.view(np.float32))
+    yield one
 
 
 @KERNELS.of(Product)
@@ -347,7 +381,9 @@ def _product(program: Program, operation: Product) -> Iterable[NativeOperation]:
 @KERNELS.of(Embed)
 def _embed(program: Program, operation: Embed) -> Iterable[NativeOperation]:
     one = program.lowered(operation)
-    one.matrix = program.packed.add([operation.matrix], (program.steps.vocabulary, program.steps.hidden))
+    one.matrix = program.packed.add(
+        [operation.matrix], (program.steps.vocabulary, program.steps.widths[operation.output])
+    )
     yield one
 
 
@@ -355,6 +391,13 @@ def _embed(program: Program, operation: Embed) -> Iterable[NativeOperation]:
 def _norm(program: Program, operation: Norm) -> Iterable[NativeOperation]:
     one, weights = program.lowered(operation), program.numbers(operation.weights, operation.width)
     one.vector = program.vector(weights + np.float32(1) if operation.plus_one else weights)
+    yield one
+
+
+@KERNELS.of(UnitNorm)
+def _unit_norm(program: Program, operation: UnitNorm) -> Iterable[NativeOperation]:
+    one = program.lowered(operation, Kind.NORM)
+    one.vector = program.vector(np.ones(operation.width, np.float32))
     yield one
 
 
@@ -419,6 +462,8 @@ def _experts(program: Program, operation: Experts) -> Iterable[NativeOperation]:
     one.number = routing.factor
     if operation.bias is not None:
         one.vector = program.vector(program.numbers(operation.bias, len(operation.matrices)))
+    if operation.scales is not None:
+        one.table = program.vector(program.numbers(operation.scales, len(operation.matrices)))
     one.matrix = len(packed.matrices)
     together = all(len([*packed.alike([gate, up])]) == 1 for gate, up, _ in operation.matrices)
     one.width = 2 if together else 3  # matrices of an expert

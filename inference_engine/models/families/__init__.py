@@ -47,6 +47,8 @@ def check_family(config: Any) -> Family[Any]:
     """The family of a text model's configuration. Raises NoStepListError if there is no list for models of its kind."""
     if (family := FAMILIES.get(config.model_type)) is None:
         raise NoStepListError(f"no list of operations for the model type {config.model_type!r} yet")
+    if "head_dim" in (getattr(config, "per_layer_attributes", None) or ()):
+        return family  # the list checks each layer's
     heads = getattr(config, "num_attention_heads", None)
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
     if dim % LANES:

@@ -14,7 +14,9 @@ from inference_engine.kernels.routing import Router
 from inference_engine.kv.geometry import IMMOVABLE, UNROTATED, LayerGeometry
 from inference_engine.models.operations import (
     Add,
+    Arrange,
     Attend,
+    AttendEarlier,
     Convolve,
     DeltaRule,
     Embed,
@@ -36,6 +38,7 @@ from inference_engine.models.operations import (
     StateSizes,
     StepList,
     Tap,
+    UnitNorm,
 )
 
 HEAD = "lm_head.weight"
@@ -46,13 +49,15 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListedLayer:
-    """index: its number in the model. prefix: of the names of its tensors. stored: its number among the layers that
-    keep entries; None, as `geometry` is, of one without attention."""
+    """index: its number in the model. prefix: of the names of its tensors. stored: the number, among the layers that
+    keep entries, of the one that it reads; None, as `geometry` is, without attention. keeper: the prefix of the layer
+    that keeps them, itself or an earlier one."""
 
     index: int
     prefix: str
     stored: int | None
     geometry: LayerGeometry | None
+    keeper: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,24 +98,25 @@ class ListWriter:
         if self.hidden < 1:
             raise NoStepListError(f"hidden_size is {self.hidden}")
         self.widths |= dict.fromkeys(("hidden", "normed", "delta", "last"), self.hidden)
-        self.operations.append(Embed(output="hidden", matrix=self._own(EMBEDDING), factor=factor))
+        self.embed_as(EMBEDDING, "hidden", factor=factor)
+
+    def embed_as(self, matrix: str, output: str, *, factor: float = 1.0) -> None:
+        """output = the row of each token in a matrix, times `factor`."""
+        self.operations.append(Embed(output=output, matrix=self._own(matrix), factor=factor))
 
     def layers(self) -> Iterator[ListedLayer]:
         """The layers, one after another. Behind each, steps may ask for its hidden states."""
-        kept: set[int] = set()
+        keepers: dict[int | None, str] = {}
         for index, stored in enumerate(self.reads):
-            if stored in kept:
-                raise NoStepListError(
-                    f"layer {index} reads the entries of an earlier one; lists keep those of each layer"
-                )
-            kept |= set() if stored is None else {stored}
+            prefix = f"model.layers.{index}."
             geometry = None if stored is None else self.geometries[stored]
-            yield ListedLayer(index=index, prefix=f"model.layers.{index}.", stored=stored, geometry=geometry)
+            keeper = prefix if stored is None else keepers.setdefault(stored, prefix)
+            yield ListedLayer(index=index, prefix=prefix, stored=stored, geometry=geometry, keeper=keeper)
             self.operations.append(Tap(input="hidden", layer=index))
 
-    def norm(self, name: str, register: str, output: str) -> None:
-        """output = the norm of the register, by the weights `name`."""
-        self._norm(name, register, output, width=self.widths[register])
+    def norm(self, name: str, register: str, output: str, *, pieces: int = 1) -> None:
+        """output = the norm of the register, or of each of so many pieces of it, by the weights `name`."""
+        self._norm(name, register, output, width=self.widths[register] // pieces, heads=pieces)
 
     def attend(
         self,
@@ -120,14 +126,16 @@ class ListWriter:
         softcap: float | None = None,
         is_gated: bool = False,
         norms_all_heads: bool = False,
+        norms_values: bool = False,
         names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
     ) -> None:
         """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
-        `k_norm` of heads where they are there, rotation, attention, `o_proj`.
+        `k_norm` of heads where they are there, rotation, attention, `o_proj`. Without `v_proj`, values are keys before
+        their norm. A layer that reads what an earlier one keeps has queries alone.
 
         scaling: of scores; None: the inverse root of a head's size. is_gated: does `q_proj` give each head a gate of
-        what it attends to, behind its query? norms_all_heads: is a norm one of all heads together? names: of the
-        norms and of the last projection.
+        what it attends to, behind its query? norms_all_heads: is a norm one of all heads together? norms_values: have
+        values one, without weights? names: of the norms and of the last projection.
         """
         geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
         assert geometry is not None and layer.stored is not None, "it has attention"
@@ -136,7 +144,7 @@ class ListWriter:
             raise NoStepListError(f"layer {layer.index}: head size {dim} must be a multiple of {LANES}")
         if keys < 1 or queries < 1 or queries % keys:
             raise NoStepListError(f"layer {layer.index}: {queries} query heads must be a multiple of {keys} KV heads")
-        if not geometry.entry.is_even:
+        if not geometry.entry.is_even and (not norms_values or geometry.entry.value_in_key):
             shared = f", {geometry.shared_dim} of which are both's" if geometry.shared_dim else ""
             raise NoStepListError(
                 f"layer {layer.index} keeps keys of {dim} numbers and values of {geometry.value_dim}{shared}; lists "
@@ -144,10 +152,12 @@ class ListWriter:
             )
         if geometry.rotary == IMMOVABLE:
             raise NoStepListError(f"layer {layer.index} changes its keys by position in a way that is not a rotation")
-        heads = self.register("heads", (queries + 2 * keys) * dim)
-        mixed = self.register("mixed", queries * dim)
-        is_one = self.has(f"{prefix}qkv_proj.weight")
-        projections = [f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in "qkv"]
+        keeps, mixed = layer.keeper == layer.prefix, self.register("mixed", queries * dim)
+        turned = queries + keys if keeps else queries
+        heads = self.register("heads", (turned + keys if keeps else turned) * dim)
+        is_one, has_values = self.has(f"{prefix}qkv_proj.weight"), self.has(f"{prefix}v_proj.weight")
+        parts = "q" if not keeps else "qkv" if has_values or not norms_values else "qk"
+        projections = [f"{prefix}qkv_proj"] if is_one else [f"{prefix}{one}_proj" for one in parts]
         gates = ""
         if is_gated:
             both, gates = self.register("gated heads", 2 * (queries + keys) * dim), self.register("gate", queries * dim)
@@ -155,19 +165,45 @@ class ListWriter:
             for output, first in ((heads, 0), (gates, dim)):
                 self.slice(both, output, heads=queries, width=2 * dim, first=first, count=dim)
             self.slice(both, heads, first=2 * queries * dim, count=2 * keys * dim, offset=queries * dim)
+        elif parts == "qk":
+            self.product("normed", heads, *projections, count=turned * dim)
+            self.slice(heads, heads, first=queries * dim, count=keys * dim, offset=turned * dim)
         else:
             self.product("normed", heads, *projections)
-        for name, count, offset in ((names[0], queries, 0), (names[1], keys, queries * dim)):
+        for name, count, offset in ((names[0], queries, 0), (names[1], keys, queries * dim))[: 2 if keeps else 1]:
             if self.has(f"{prefix}{name}.weight"):
-                width, parts = (count * dim, 1) if norms_all_heads else (dim, count)
-                self._norm(f"{prefix}{name}", heads, heads, width=width, heads=parts, offset=offset)
+                width, pieces = (count * dim, 1) if norms_all_heads else (dim, count)
+                self._norm(f"{prefix}{name}", heads, heads, width=width, heads=pieces, offset=offset)
+        if norms_values and keeps:
+            self.unit_norm(heads, heads, width=dim, heads=keys, offset=turned * dim)
         if geometry.rotary != UNROTATED:
-            self.operations.append(Rotate(register=heads, rotary=geometry.rotary, heads=queries + keys, width=dim))
+            self.operations.append(Rotate(register=heads, rotary=geometry.rotary, heads=turned, width=dim))
+        order = _still_first(geometry)
+        if order is not None:
+            self._share(layer, heads, order, f"{layer.keeper}self_attn.{names[1]}.weight")
         scale = float(dim) ** -0.5 if scaling is None else scaling
-        self.operations.append(Attend(input=heads, output=mixed, layer=layer.stored, scaling=scale, softcap=softcap))
+        attend = Attend if keeps else AttendEarlier
+        self.operations.append(attend(input=heads, output=mixed, layer=layer.stored, scaling=scale, softcap=softcap))
+        if order is not None:
+            turned_first = order[geometry.shared_dim :] + order[: geometry.shared_dim]
+            back = tuple(turned_first.index(number) for number in range(dim))
+            self.operations.append(Arrange(register=mixed, heads=queries, width=dim, order=back))
         if is_gated:
             self.operations.append(SigmoidGate(input=mixed, gate=gates, output=mixed))
         self.product(mixed, "delta", f"{prefix}{names[2]}")
+
+    def _share(self, layer: ListedLayer, heads: str, order: tuple[int, ...], weights: str) -> None:
+        """Queries, keys and values as entries have them that share numbers; see `models/keyed_values.py`. weights: of
+        the norm of keys, by which these differ from values."""
+        geometry = layer.geometry
+        assert geometry is not None, "it has attention"
+        queries, keys, dim, shared = geometry.query_heads, geometry.kv_heads, geometry.head_dim, geometry.shared_dim
+        self.operations.append(
+            Arrange(register=heads, heads=queries, width=dim, order=order, weights=self._own(weights), weighted=shared)
+        )
+        if layer.keeper == layer.prefix:
+            for place, own in ((queries, order), (queries + keys, order[shared:] + order[:shared])):
+                self.operations.append(Arrange(register=heads, heads=keys, width=dim, order=own, offset=place * dim))
 
     def keep(self, layer: ListedLayer, sizes: Mapping[str, int]) -> int:
         """The number of a layer's state, of these sizes (`StateSizes`)."""
@@ -315,20 +351,32 @@ class ListWriter:
         if self.has(f"{prefix}gate_up_proj.weight"):
             both = ["gate_up_proj"]
         self.product("normed", gates, *(f"{prefix}{name}" for name in both))
-        self.operations.append(Gated(input=gates, output=between, activation=_activation(activation)))
+        self.activate(gates, between, activation)
         self.product(between, output, f"{prefix}{last}")
 
-    def experts(self, prefix: str, router: Router, *, count: int, activation: str, bias: str | None = None) -> None:
+    def experts(
+        self,
+        prefix: str,
+        router: Router,
+        *,
+        count: int,
+        activation: str,
+        bias: str | None = None,
+        scales: str | None = None,
+        gate: str = "gate",
+        chooses_by: str = "normed",
+    ) -> None:
         """delta = the mixture of `count` experts of normed, which `router` chooses by the logits of `gate`.
 
-        bias: the tensor that the router adds to scores.
+        bias: the tensor that the router adds to scores. scales: the tensor of each expert's factor. chooses_by: the
+        register of which the logits are made.
         """
         try:
             router.check(count)
         except ConfigError as error:
             raise NoStepListError(str(error)) from error
         logits = self.register("router", count)
-        self.product("normed", logits, f"{prefix}gate")
+        self.product(chooses_by, logits, f"{prefix}{gate}")
         parts = ("gate_proj", "up_proj", "down_proj")
         matrices = ([self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts] for expert in range(count))
         self.operations.append(
@@ -339,6 +387,7 @@ class ListWriter:
                 matrices=tuple((gate, up, down) for gate, up, down in matrices),
                 routing=router,
                 bias=None if bias is None else self._own(bias),
+                scales=None if scales is None else self._own(scales),
                 activation=_activation(activation),
             )
         )
@@ -362,27 +411,43 @@ class ListWriter:
         self.operations.append(Select(input="hidden", output="last"))
         self.norm(norm, "last", "last")
         if factor != 1.0:
-            self.operations.append(Scale(register="last", factor=factor))
+            self.scale("last", factor)
         head = HEAD if self.has(HEAD) else EMBEDDING
         biases = ("lm_head.bias",) if self.has("lm_head.bias") else ()
         self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))
         if softcap is not None:
             self.operations.append(Softcap(limit=softcap))
 
-    def product(self, register: str, output: str, *modules: str) -> None:
-        """output = the register times the matrices of these modules, one below the other, and their biases."""
+    def scale(self, register: str, factor: float = 1.0, tensor: str | None = None) -> None:
+        """The register times `factor` and the one number of a tensor."""
+        own = None if tensor is None else self._own(tensor)
+        self.operations.append(Scale(register=register, factor=factor, tensor=own))
+
+    def activate(self, register: str, output: str, activation: str) -> None:
+        """output = activation(first half of register) · second half."""
+        self.operations.append(Gated(input=register, output=output, activation=_activation(activation)))
+
+    def unit_norm(self, register: str, output: str, *, width: int, heads: int = 1, offset: int = 0) -> None:
+        """output = the norm of pieces of the register, without weights."""
+        self.operations.append(
+            UnitNorm(input=register, output=output, epsilon=self.epsilon, width=width, heads=heads, offset=offset)
+        )
+
+    def product(self, register: str, output: str, *modules: str, count: int | None = None) -> None:
+        """output, or its first `count` numbers = the register times the matrices of these modules, one below the other,
+        and their biases."""
         matrices = tuple(self._own(f"{module}.weight") for module in modules)
         biases = tuple(name for module in modules if (name := f"{module}.bias") in self.names)
         if biases and len(biases) != len(modules):
             raise NoStepListError(f"{biases[0]} is there, and not a bias for each of {', '.join(modules)}")
-        self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases))
+        self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases, count=count))
 
     def _norm(self, name: str, register: str, output: str, *, width: int, heads: int = 1, offset: int = 0) -> None:
         self.operations.append(
             Norm(
                 input=register,
                 output=output,
-                weights=self._own(f"{name}.weight"),
+                weights=name if self.has(name) else self._own(f"{name}.weight"),
                 epsilon=self.epsilon,
                 width=width,
                 heads=heads,
@@ -404,6 +469,18 @@ class ListWriter:
         if name not in self.names:
             raise NoStepListError(f"the checkpoint has no {name}")
         return name
+
+
+def _still_first(geometry: LayerGeometry) -> tuple[int, ...] | None:
+    """The numbers of a head whose keys and values share what is not rotated: those first. None if they share none."""
+    dim, shared = geometry.head_dim, geometry.shared_dim
+    if not shared:
+        return None
+    half, turned = dim // 2, (dim - shared) // 2
+    return (
+        *(*range(turned, half), *range(half + turned, dim)),
+        *(*range(turned), *range(half, half + turned)),
+    )
 
 
 def _activation(name: str) -> str:

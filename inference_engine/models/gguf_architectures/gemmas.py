@@ -9,11 +9,7 @@ from inference_engine.models.gguf_architectures.architecture import (
     OUTSIDE,
     Architecture,
     Config,
-    Made,
     TensorLayout,
-    changed,
-    joined,
-    same,
 )
 from inference_engine.models.gguf_architectures.header_keys import DEFAULT_THETA, FULL, SLIDING, Keys, sliding
 
@@ -179,14 +175,7 @@ def _gemma4_layout(config: Config) -> TensorLayout:
         "ffn_gate_inp.scale": "router.scale",
         "ffn_down_exps.scale": "router.per_expert_scale",
     }
-    made = {
-        "experts.gate_up_proj": (
-            Made(parts=("ffn_gate_up_exps.weight",), make=same),
-            Made(parts=("ffn_gate_exps.weight", "ffn_up_exps.weight"), make=joined),
-        ),
-        "experts.down_proj": changed(same, "ffn_down_exps.weight"),
-    }
-    return TensorLayout(names=names, outside=outside, made=made)
+    return TensorLayout(names=names, outside=outside, experts="experts")
 
 
 ARCHITECTURES = {

@@ -121,6 +121,7 @@ class Run {
       case SELECTIVE_SCAN: return scan(o);
       case MULTIPLY: return multiply(o);
       case SCALE: return scale(o);
+      case ARRANGE: return arrange(o);
       case WRITE: return write(p_.layers[o.layer], o.layer, at(o.input), width(o.input));
     }
   }
@@ -179,27 +180,30 @@ class Run {
   // Writes keys and values of each token, which lie one behind the other, `stride` floats from one token to the next.
   void write(const Layer& layer, int32_t index, const float* keys, int64_t stride) {
     int64_t dim = layer.head_dim, value_dim = layer.value_dim;
+    // Whole vectors of a key's last numbers; those among them that are shared are the value's, which comes behind.
+    int64_t own = (dim - layer.shared + LANES - 1) / LANES * LANES, skipped = dim - own;
     const float* values = keys + layer.kv_heads * dim;
     const int64_t* writes = s_.writes[index];
     each(tokens_, [&](int64_t token) {
       for (int64_t head = 0; head < layer.kv_heads; head++) {
         int64_t at = writes[token * layer.kv_heads + head] * layer.row;
-        put(p_.kv_type, s_.pool, at, keys + token * stride + head * dim, dim);
+        put(p_.kv_type, s_.pool, at + layer.key_at + skipped, keys + token * stride + head * dim + skipped, own);
         put(p_.kv_type, s_.pool, at + layer.value_at, values + token * stride + head * value_dim, value_dim);
       }
     });
   }
 
-  // input: queries, keys and values of each token, one behind the other.
+  // input: queries, keys and values of each token, one behind the other; or queries alone, and nothing is written.
   void attention(const Operation& o) {
     const Layer& layer = p_.layers[o.layer];
     const float* in = at(o.input);
     int64_t stride = width(o.input), dim = layer.head_dim;
-    write(layer, o.layer, in + layer.query_heads * dim, stride);
+    if (!o.flag) write(layer, o.layer, in + layer.query_heads * dim, stride);
     Attention what = {};
     what.queries = in;
-    what.keys = s_.pool;
-    what.values = (const char*)s_.pool + layer.value_at * (p_.kv_type == KV_FLOAT32 ? 4 : 2);
+    int64_t size = p_.kv_type == KV_FLOAT32 ? 4 : 2;
+    what.keys = (const char*)s_.pool + layer.key_at * size;
+    what.values = (const char*)s_.pool + layer.value_at * size;
     what.regions = s_.regions + o.layer * tokens_ * attention::FIELDS;
     what.head_sinks = o.vector < 0 ? nullptr : p_.vectors[o.vector];
     what.out = at(o.output);
@@ -350,6 +354,20 @@ class Run {
     });
   }
 
+  void arrange(const Operation& o) {
+    const float* factors = p_.vectors[o.vector];
+    const int32_t* order = (const int32_t*)p_.vectors[o.matrix];
+    each(tokens_, [&](int64_t token) {
+      static thread_local Scratch memory;
+      float* before = memory.of<float>(o.width);
+      float* x = at(o.input) + token * width(o.input) + o.offset;
+      for (int64_t head = 0; head < o.heads; head++, x += o.width) {
+        memcpy(before, x, (size_t)o.width * sizeof(float));
+        for (int64_t i = 0; i < o.width; i++) x[i] = before[order[i]] * factors[i];
+      }
+    });
+  }
+
   // output = norm(input) · silu(second), or norm(input · silu(second)) with weights of each piece.
   void gated_norm(const Operation& o) {
     const float* weights = p_.vectors[o.vector];
@@ -382,6 +400,8 @@ class Run {
     each(tokens_, [&](int64_t token) {
       choose(o, bias, at(o.second) + token * count, count, &m.experts[(size_t)(token * chosen)],
              &m.weights[(size_t)(token * chosen)]);
+      for (int64_t pair = token * chosen; o.table >= 0 && pair < (token + 1) * chosen; pair++)
+        m.weights[(size_t)pair] *= p_.vectors[o.table][m.experts[(size_t)pair]];
     });
     sort_pairs(count, chosen, pairs);
     int64_t used = 0;

@@ -225,7 +225,7 @@ struct CodedEntries {
 // Named as the classes of `inference_engine/models/operations.py`.
 enum Kind : int32_t {
   EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE,
-  SLICE, CONVOLVE, DELTA_RULE, GATED_NORM, SELECTIVE_SCAN, MULTIPLY, SCALE
+  SLICE, CONVOLVE, DELTA_RULE, GATED_NORM, SELECTIVE_SCAN, MULTIPLY, SCALE, ARRANGE
 };
 enum Activation : int32_t { SILU, GELU_TANH };
 enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an EXPERTS' flag
@@ -238,7 +238,10 @@ enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an E
 // its bias; `flag`: beta is doubled. SELECTIVE_SCAN: the same, and its skips. GATED_NORM: `flag`: the gate
 // comes first.
 // EXPERTS: `second` has the router's logits, `heads` experts are chosen; `width` matrices of each: gate and up below each
-// other, and down, or all three; `vector`: what is added to scores before they are compared.
+// other, and down, or all three; `vector`: what is added to scores before they are compared; `table`: the number of
+// another one, of factors of the experts' weights, or -1.
+// ATTEND: `flag`: nothing is written, and the input is queries alone. ARRANGE: `matrix` is the number of a vector of int32,
+// where each number comes from, `vector` what it is multiplied by.
 struct Operation {
   int32_t kind, input, second, output, matrix, vector, table, layer;
   int32_t offset, heads, width, activation, flag;
@@ -247,9 +250,10 @@ struct Operation {
   float other;   // ATTEND: softcap
 };
 
-// An entry of a KV head is a row of `row` numbers, whose key is first, and whose value begins with number `value_at`.
+// An entry of a KV head is a row of `row` numbers; its key begins with number `key_at`, its value with `value_at`. The first
+// `shared` numbers of a key are the last ones of the value.
 struct Layer {
-  int32_t query_heads, kv_heads, head_dim, value_dim, value_at, row;
+  int32_t query_heads, kv_heads, head_dim, value_dim, key_at, value_at, shared, row;
 };
 
 // What a layer keeps of a session's history, from number `offset` of its states on (states.h): matrices [value_heads]
