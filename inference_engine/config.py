@@ -126,6 +126,10 @@ class EngineConfig:
     # K/V of closed sessions that new ones of their owner may begin with; at most, and only while nothing else needs the
     # memory. 0: a quarter of kv_bytes; fewer than a session takes: none
     prefix_bytes: int = 0
+    # Choices of entries that a session of `mode=select` keeps restored, awake_bytes among them, while nothing needs the
+    # memory; more while a quarter of kv_bytes is free. Where memory is granted as histories grow. 0: awake_bytes alone,
+    # for a Generate
+    restore_cache_choices: int = 4
     share_forks: bool = True  # forks read common KV entries from the session that holds them, where possible
     # Targets for the size of prefill chunks beside decoding sessions; 0: one segment each.
     first_token_target_seconds: float = 0.0
@@ -182,6 +186,7 @@ class EngineConfig:
             history_tokens_per_session=0,
             history_tokens_per_owner=0,
             prefix_bytes=0,
+            restore_cache_choices=0,
             first_token_target_seconds=0,
             inter_token_target_seconds=0,
             max_batch=1,

@@ -89,6 +89,7 @@ class EngineStatistics:
     kv_bytes: Mapping[str, int] = field(default_factory=dict)  # on the device, by kind
     kv_reserved_bytes: int = 0
     kv_capacity_bytes: int = 0
+    kv_spare_bytes: int = 0
     kv_kept_for_forks_bytes: int = 0
     tier_bytes: int = 0
     tier_reserved_bytes: int = 0
@@ -253,6 +254,11 @@ class EngineMetrics:
         for kind in KV_KINDS:
             self.kv_bytes.labels(kind)
         self.kv_reserved_bytes = self._gauge("session_kv_reserved_bytes", "Bytes of K/V reserved for open sessions.")
+        self.kv_spare_bytes = self._gauge(
+            "session_kv_spare_bytes",
+            "Bytes of restored entries beyond the bounds of sessions, which nothing needs now; they do not count as "
+            "reserved.",
+        )
         self.kv_kept_for_forks_bytes = self._gauge(
             "session_kv_kept_for_forks_bytes",
             "Reserved bytes of K/V of ended sessions, kept for forks that read them.",
@@ -498,6 +504,7 @@ class EngineMetrics:
             self.kv_bytes.labels(kind).set(now.kv_bytes.get(kind, 0))
         self.kv_live_bytes.set(sum(now.kv_bytes.values()))
         self.kv_reserved_bytes.set(now.kv_reserved_bytes)
+        self.kv_spare_bytes.set(now.kv_spare_bytes)
         self.kv_kept_for_forks_bytes.set(now.kv_kept_for_forks_bytes)
         self.tier_live_bytes.set(now.tier_bytes)
         self.tier_reserved_bytes.set(now.tier_reserved_bytes)

@@ -70,6 +70,17 @@ def is_anything_held(engine: Engine) -> bool:
     return bool(pool.memory[aside:].view(torch.int64).count_nonzero())
 
 
+def take_rooms_back(engine: Engine, count: int) -> None:
+    """Engine's thread: as when others need so many rooms of restored entries, and write there at once."""
+    pool = engine._context.pool
+    before = set(pool.rooms.runs)
+    for _ in range(count):
+        pool.rooms.give_back()
+    for start, units in before - set(pool.rooms.runs):
+        first = (start + TRASH_UNITS) * pool._unit
+        pool.memory[first : first + units * pool._unit] = torch.nan
+
+
 def soon(engine: Engine, task: Callable[[], None]) -> None:
     """Run it on the engine's thread, between two steps."""
     engine._scheduler.between_steps(task)

@@ -143,6 +143,12 @@ class DeviceIndex:
     def forget_restored(self) -> None:
         """Nothing to do: no restored entry stays between steps."""
 
+    def add_restored(self, start: int) -> None:
+        raise AssertionError("nothing stays restored here")
+
+    def keep_restored(self, rooms: int) -> None:
+        raise AssertionError("nothing stays restored here")
+
     def restore_no_more(self) -> None:
         self._indexes.name_archive(self._numbers, None)
         self._archive = None

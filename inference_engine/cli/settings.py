@@ -124,6 +124,10 @@ HELP = {
         "SIZE",
         "K/V of closed sessions for new ones that begin so, while nothing needs the memory; 0: a quarter of kv_bytes",
     ),
+    "restore_cache_choices": (
+        "N",
+        "choices of entries that a session of mode select keeps restored while memory is free; 0: awake_bytes alone",
+    ),
     "share_forks": ("BOOL", "forks read common KV entries from the first session; false: every fork copies them"),
     "first_token_target_seconds": (
         "S",

@@ -94,6 +94,7 @@ class SessionInfo:
     cached_tokens: int
     evicted_tokens: int
     kv_live_bytes: int
+    spare_live_bytes: int  # beyond those and the bound, of what is free
     tier_live_bytes: int
     bound: Bound
     reserved_bytes: int
@@ -122,6 +123,7 @@ class SessionInfo:
             cached_tokens=min(session.cached_tokens, length),
             evicted_tokens=session.evicted_tokens,
             kv_live_bytes=session.live_bytes,
+            spare_live_bytes=session.kv.spare_bytes,
             tier_live_bytes=session.tier_live_bytes,
             bound=session.kv.bound,
             reserved_bytes=session.kv.reserved.sustained_bytes,
@@ -152,6 +154,7 @@ class SessionInfo:
             cached_tokens=0,
             evicted_tokens=0,
             kv_live_bytes=0,
+            spare_live_bytes=0,
             tier_live_bytes=0,
             bound=bound,
             reserved_bytes=0,

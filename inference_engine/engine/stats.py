@@ -33,6 +33,7 @@ def collect_statistics(store: SessionStore, scheduler: Scheduler, context: KVCon
         kv_bytes=kv_bytes,
         kv_reserved_bytes=context.pool.reserved_bytes,
         kv_capacity_bytes=context.pool.capacity_bytes,
+        kv_spare_bytes=context.pool.rooms.nbytes,
         kv_kept_for_forks_bytes=orphaned_bytes(store.sessions()),
         tier_bytes=tier_bytes,
         tier_reserved_bytes=context.tier.reserved_bytes,

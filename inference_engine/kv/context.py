@@ -258,10 +258,15 @@ class ArchivedCodes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoreCache:
-    """Room for restored entries of a layer: `slots` for each KV head, from buffer vector `start` on."""
+    """Room for restored entries of a layer: `slots` for each KV head, from buffer vector `start` on.
+
+    each: slots for each KV head of a further room, of which there may be `most_rooms`.
+    """
 
     start: int
     slots: int
+    each: int = 0
+    most_rooms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -296,6 +301,14 @@ class OpenIndex(Protocol):
 
     def forget_restored(self) -> None:
         """What the restore cache holds is about to be overwritten."""
+
+    def add_restored(self, start: int) -> None:
+        """A further room of the restore cache begins at buffer vector `start`. Between steps."""
+
+    def keep_restored(self, rooms: int) -> None:
+        """Any thread: further rooms but for the first so many are about to be given back. What an operation that runs
+        has restored there stays until it is over.
+        """
 
     def restore_no_more(self) -> None:
         """The restore cache is about to be given back."""

@@ -245,6 +245,8 @@ class SessionKV:
         nothing is staged.
         """
         self.end_lending()
+        for part in self._archived:
+            part.shrink()
         tokens = max(1, self.length)
         if self.grows and self._is_reserved and self._whole(tokens) < (self.granted_tokens or 0):
             before = self._granted.sustained_bytes
@@ -740,6 +742,11 @@ class SessionKV:
         if end < self._quiet_until and self.draft_memory is None:  # which observes several tokens together
             self._quiet_footprint = pages, footprint
         return footprint
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes that it has beyond its bound, from what is free, until they are needed. Any thread."""
+        return sum([part.spare_bytes for part in self._archived])
 
     def _held(self, end: int) -> Held:
         held = Held(by_kind={"entries": 0, "sink_copy": 0})

@@ -296,10 +296,13 @@ class NativeArchive(ctypes.Structure):
     _fields_ = (
         ("codes", Codes),
         ("turning", Turning),
-        *((name, ctypes.c_void_p) for name in ("decoder", "held", "until", "clocks")),
-        *((name, ctypes.c_int64) for name in ("start", "slots")),
-        *((name, ctypes.c_int32) for name in ("is_broken", "reserved")),
+        *((name, ctypes.c_void_p) for name in ("decoder", "held", "until", "clocks", "slot_of", "known", "rooms")),
+        *((name, ctypes.c_int64) for name in ("most", "tokens", "first", "each")),
+        *((name, ctypes.c_int32) for name in ("slots", "is_wide", "is_broken", "reserved")),
     )
+    first: int
+    each: int
+    slots: int
     is_broken: int
 
 

@@ -423,6 +423,7 @@ def session_info_to_wire(info: SessionInfo) -> pb.GetSessionInfoResponse:
         history_bytes=info.history_bytes,
         resident=info.is_resident,
         saved_token_count=info.saved_tokens,
+        spare_live_bytes=info.spare_live_bytes,
         eos_token_ids=info.eos_token_ids,
     )
 

@@ -50,6 +50,7 @@ class SessionLimits:
     share_forks: bool = True
     share_prefixes: str = "off"
     prefix_bytes: int = 0
+    restore_cache_choices: int = 0
 
     @staticmethod
     def of(config: EngineConfig) -> SessionLimits:
@@ -65,6 +66,7 @@ class SessionLimits:
             share_forks=config.share_forks,
             share_prefixes=config.share_prefixes,
             prefix_bytes=config.prefix_bytes,
+            restore_cache_choices=config.restore_cache_choices,
         )
 
 

@@ -92,6 +92,7 @@ class SessionStore:
         most_bytes = (limits.prefix_bytes or context.pool.capacity_bytes // _PREFIX_SHARE) if is_sharing else 0
         self.kept_prefixes = KeptPrefixes(self._lock, self.prefixes, context, metrics, clock, most_bytes=most_bytes)
         context.pool.spare = self.kept_prefixes
+        context.pool.rooms.choices = limits.restore_cache_choices
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._evicted: OrderedDict[str, tuple[str, str]] = OrderedDict()  # id -> owner, cause
         self._violations: OrderedDict[str, Violations] = OrderedDict()  # of failed sessions that may come back

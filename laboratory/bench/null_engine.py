@@ -164,6 +164,7 @@ class NullEngine(Engine):
             cached_tokens=0,
             evicted_tokens=0,
             kv_live_bytes=0,
+            spare_live_bytes=0,
             tier_live_bytes=0,
             bound=self._bound,
             reserved_bytes=self._bound.sustained_bytes,

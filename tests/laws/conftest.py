@@ -28,11 +28,13 @@ from tests.laws.variants import by_turns
 from tests.tiny_native import run_on, tiny_native_hybrid
 
 HERE = Path(__file__).parent
-# About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend.
+# About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend, and
+# entries that stay restored there.
 WITHOUT_EXECUTOR = (
     "test_identity_laws.py",
     "test_latent_attention_laws.py",
     "test_ragged_laws.py",
+    "test_restore_cache_laws.py",
     "test_session_kv_laws.py",
     "test_shared_numbers_laws.py",
     "test_variants.py",

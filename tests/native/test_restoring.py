@@ -133,6 +133,7 @@ class Archived(Session):
         decoder: LayerDecoder,
         *,
         slots: int = KEPT,
+        rooms: int = 0,
         identity: ProductIdentity = ProductIdentity.EXACT,
         has_series: bool = True,
     ) -> None:
@@ -154,10 +155,11 @@ class Archived(Session):
         for states in (self.keys, self.values):
             regions = torch.full((HKV, region, D), torch.nan)
             regions[:, places] = states[:, held]
-            buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * slots, D), torch.nan)]))
+            buffers.append(torch.cat([regions.view(-1, D), torch.full((HKV * (slots + KEPT * rooms), D), torch.nan)]))
         self.buffers = in_rows(*buffers)
         self.archived = ArchivedCodes(halves=self.halves, first=self.sink, decoder=decoder)
-        self.cache = RestoreCache(start=HKV * region, slots=slots)
+        self.cache = RestoreCache(start=HKV * region, slots=slots, each=KEPT, most_rooms=rooms)
+        self.rooms = [HKV * (region + slots + KEPT * room) for room in range(rooms)]
         self.open_cache()
 
     def open_cache(self) -> None:
@@ -271,6 +273,48 @@ def test_what_a_restore_cache_holds_changes_no_bit() -> None:
                 assert torch.equal(found, expected[turn]), (level, slots, turn)
 
 
+def test_rooms_that_come_and_go_change_no_bit_and_are_left_alone_once_they_are_gone() -> None:
+    first = Archived(make_decoder())
+    queries = first.queries(len(POSITIONS))
+    expected = first.attend(queries, first.lines(POSITIONS))
+    session = Archived(make_decoder(), rooms=3)
+    index, (keys, _) = session.index, session.buffers
+
+    def attend(turn: slice) -> None:
+        found = session.attend(queries[turn], session.lines(POSITIONS[turn]), threads=2)
+        assert torch.equal(found, expected[turn])
+
+    for start in session.rooms:
+        index.add_restored(start)
+        attend(slice(0, 20))
+    for rooms in (2, 0):
+        index.keep_restored(rooms)
+        gone = keys[session.rooms[rooms] :]
+        assert not gone.isnan().all()  # they had entries
+        gone.fill_(torch.nan)  # what others write
+        attend(slice(10, 40))
+        assert gone.isnan().all()
+    for start in reversed(session.rooms):  # elsewhere, before any token has noticed
+        index.keep_restored(0)
+        keys[session.rooms[0] :] = torch.nan
+        index.add_restored(start)
+        attend(slice(20, None))
+    index.forget_restored()
+    keys[session.cache.start : session.rooms[0]] = torch.nan
+    attend(slice(None))
+
+
+def test_a_token_that_was_chosen_before_is_not_restored_again() -> None:
+    session = Archived(make_decoder(), rooms=7)  # for all that are archived
+    for start in session.rooms:
+        session.index.add_restored(start)
+    queries, lines = session.queries(len(POSITIONS)), session.lines(POSITIONS)
+    expected = session.attend(queries, lines)
+    session.archived.halves[0].fill_(0)  # other codes would be other entries
+
+    assert torch.equal(session.attend(queries, lines), expected)
+
+
 def test_what_many_tokens_chose_stays_longer_than_what_was_chosen_last() -> None:
     session = Archived(make_decoder(), slots=KEPT * 2)
     queries = session.queries(len(POSITIONS))
@@ -283,9 +327,9 @@ def test_what_many_tokens_chose_stays_longer_than_what_was_chosen_last() -> None
         return held(own)
 
     def held(of: Archived) -> set[tuple[int, int]]:
-        slots = of.index._held
-        assert slots is not None
-        return {(head, int(position)) for head, own in enumerate(slots) for position in own if position >= 0}
+        tables = of.index._tables
+        assert tables is not None
+        return {(head, int(place) - 1) for head, own in enumerate(tables.held) for place in own if place}
 
     often = choose(0)
     for _ in range(7):

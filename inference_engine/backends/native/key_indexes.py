@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -23,6 +23,7 @@ from inference_engine.native.library import KeyIndex, NativeArchive, ProductIden
 Floats = NDArray[np.float32]
 # Radians from a tile's middle to its end up to which a frequency is taken as slow, and as very slow.
 _SLOW, _CRAWLING = 0.25, 0.01
+_BEGINNING = 2**30  # of a clock of tokens: what was chosen at 0 was chosen long ago
 
 
 class Rotation(Protocol):
@@ -89,6 +90,46 @@ class NativeIndexes:
         return NativeIndex(index, matrices, tables, self._turns[index.rotary], self._identity)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _CacheTables:
+    """What a restore cache holds, by KV head. Zeros, which take no memory until they are written, stand for nothing.
+
+    held: 1 + the position in each slot; slot_of: 1 + the slot of each position from `first` on. until, clocks, known,
+    rooms: as in `native/src/types.h`.
+    """
+
+    held: NDArray[np.int32]
+    until: NDArray[np.uint32]
+    slot_of: NDArray[np.integer[Any]]
+    clocks: NDArray[np.uint32]
+    known: NDArray[np.int32]
+    rooms: NDArray[np.int64]
+    first: int
+
+    @staticmethod
+    def of(codes: ArchivedCodes, cache: RestoreCache, heads: int) -> _CacheTables:
+        most = cache.slots + cache.most_rooms * cache.each
+        rooms = np.zeros(1 + cache.most_rooms, np.int64)
+        rooms[0] = cache.start
+        return _CacheTables(
+            held=np.zeros((heads, most), np.int32),
+            until=np.zeros((heads, most), np.uint32),
+            slot_of=np.zeros((heads, len(codes.halves[0])), np.uint16 if most < 2**16 else np.int32),
+            clocks=np.full(heads, _BEGINNING, np.uint32),
+            known=np.full(heads, cache.slots, np.int32),
+            rooms=rooms,
+            first=codes.first,
+        )
+
+    def forget(self, first: int, end: int) -> None:
+        """What the slots [first, end) hold."""
+        for held, until, slot_of in zip(self.held, self.until, self.slot_of, strict=True):
+            own = held[first:end]
+            slot_of[own[own > 0] - 1 - self.first] = 0
+            own[:] = 0
+            until[first:end] = 0
+
+
 class NativeIndex:
     """Implements OpenIndex. Its number is the address of the library's structure."""
 
@@ -108,7 +149,7 @@ class NativeIndex:
         self._alive = (matrices, tables, index.halves)
         self._archive: NativeArchive | None = None
         self._read: tuple[object, ...] | None = None  # what the archive points to
-        self._held: NDArray[np.int32] | None = None  # the token in each of its slots, -1 for none
+        self._tables: _CacheTables | None = None
         self._structure = KeyIndex(
             even=even.data_ptr(),
             odd=odd.data_ptr(),
@@ -132,30 +173,47 @@ class NativeIndex:
     def restore_from(self, codes: ArchivedCodes | None, cache: RestoreCache | None, found: Tensor) -> bool:
         if codes is None or cache is None:
             return False
-        decoder = native_decoder(codes.decoder, self._identity)
-        held = np.full((self._heads, cache.slots), -1, np.int32)
-        until, clocks = np.zeros((self._heads, cache.slots), np.uint32), np.zeros(self._heads, np.uint32)
+        decoder, tables = native_decoder(codes.decoder, self._identity), _CacheTables.of(codes, cache, self._heads)
         self._archive = NativeArchive(
             codes=native_codes(codes),
             turning=self._turns.structure,
             decoder=ctypes.addressof(decoder.structure),
-            held=held.ctypes.data,
-            until=until.ctypes.data,
-            clocks=clocks.ctypes.data,
-            start=cache.start,
+            held=tables.held.ctypes.data,
+            until=tables.until.ctypes.data,
+            clocks=tables.clocks.ctypes.data,
+            slot_of=tables.slot_of.ctypes.data,
+            known=tables.known.ctypes.data,
+            rooms=tables.rooms.ctypes.data,
+            most=tables.held.shape[1],
+            tokens=tables.slot_of.shape[1],
+            first=cache.slots,
+            each=max(1, cache.each),
             slots=cache.slots,
+            is_wide=tables.slot_of.dtype == np.int32,
         )
-        self._read, self._held = (codes, decoder, until, clocks), held
+        self._read, self._tables = (codes, decoder), tables
         self._structure.archive = ctypes.addressof(self._archive)
         return True
 
     def forget_restored(self) -> None:
-        if self._held is not None:
-            self._held.fill(-1)
+        if self._archive is not None and self._tables is not None:
+            self._tables.forget(0, self._archive.first)
+
+    def add_restored(self, start: int) -> None:
+        archive, tables = self._archive, self._tables
+        assert archive is not None and tables is not None
+        tables.forget(archive.slots, tables.held.shape[1])  # what a room had that was taken back
+        tables.rooms[1 + (archive.slots - archive.first) // archive.each] = start
+        tables.known[:] = archive.slots + archive.each
+        archive.slots += archive.each
+
+    def keep_restored(self, rooms: int) -> None:
+        if (archive := self._archive) is not None:
+            archive.slots = archive.first + rooms * archive.each
 
     def restore_no_more(self) -> None:
         self._structure.archive = None
-        self._archive = self._read = self._held = None
+        self._archive = self._read = self._tables = None
 
     @property
     def restored_numbers(self) -> int:

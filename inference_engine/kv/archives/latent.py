@@ -88,6 +88,10 @@ class Latent(Restorer):
     def reads_chunks(self) -> bool:
         return not self.all_choose
 
+    @property
+    def choice(self) -> int:
+        return self.chosen
+
     def held(self, geometry: Geometry) -> int:
         if self.awake_bytes is None:
             return _HELD_CHOICES * self.chosen

@@ -268,6 +268,15 @@ class Restorer(ABC):
         """Where tokens choose entries: how many of these, of each KV head, stay restored between steps."""
         return 0
 
+    @property
+    def choice(self) -> int:
+        """As many of each KV head a token chooses."""
+        return 0
+
+    def restore_room(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
+        """The memory of one choice more, layer by layer."""
+        return restore_cache_demands(geometry, kept, self.choice)
+
     def restore_caches(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         """The memory of those that stay restored, layer by layer; none on a device that holds none."""
         return restore_cache_demands(geometry, kept, self.held(geometry)) if geometry.holds_restored else ()

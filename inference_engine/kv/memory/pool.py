@@ -13,8 +13,8 @@ On a device both are the same memory. On a CPU the buffer is address space, whos
 first written. There may be far more of it than memory, so sessions that are granted memory as they grow take whole
 runs from the start (`ungranted`).
 
-What is kept only as long as no session needs its memory is the pool's `spare`. It does not count as reserved, and is
-given back before a session is refused.
+What is kept only as long as no session needs its memory is the pool's `spare`, and `rooms` that sessions have beyond
+their bounds. It does not count as reserved, and is given back before a session is refused.
 
 Released memory can be taken again at once. The one thread that writes soon cleans it (`clean`): it is zeroed, or its
 pages go back to the system. Correctness does not need that, because slots are wiped again when they are opened.
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -54,6 +55,15 @@ class RunAllocator:
         self._lengths = [total] if total else []
         self.total = total
         self.free = total
+
+    def take_last(self, count: int) -> int | None:
+        """As `take`, but the end of the last one: what comes and goes lies apart from what stays."""
+        for index in reversed(range(len(self._starts))):
+            if self._lengths[index] > count > 0:
+                self._lengths[index] -= count
+                self.free -= count
+                return self._starts[index] + self._lengths[index]
+        return self.take(count)
 
     def take(self, count: int) -> int | None:
         """The start of a free run of `count` units, now taken; None if there is none that long."""
@@ -202,6 +212,118 @@ class NoSpare:
         return False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpareRoom:
+    """Runs of the pool that `Pool.reserve` returned. place: which of its holder's rooms it is."""
+
+    demands: tuple[Demand, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+    place: int
+
+
+class RoomHolder(Protocol):
+    """Who uses rooms."""
+
+    def keep_rooms(self, count: int) -> None:
+        """Any thread, with a lock held that no holder needs: only rooms before the one of place `count` are left."""
+
+
+class Rooms:
+    """Memory beyond what any bound has: taken from what is free, given back when it is needed. Implements Spare.
+
+    A holder has rooms in order, and loses the last one first; those of the holder that was used longest ago go before
+    all others. Only where there are more addresses than memory: elsewhere what others take between rooms could leave no
+    stretch that is long enough for a session.
+
+    A room may be given back by any thread, at any time. The engine's thread, which alone writes entries, may go on
+    using it within the call that it is in; others write there in later ones.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._is_possible = pool.has_addresses
+        self._lock = threading.Lock()
+        self._held: OrderedDict[RoomHolder, list[SpareRoom]] = OrderedDict()  # least recently used first
+        self.nbytes = 0
+        self._choices = 0
+
+    @property
+    def choices(self) -> int:
+        """Of a session's restore cache: choices that it may have at first; 0: rooms are neither taken nor kept."""
+        return self._choices
+
+    @choices.setter
+    def choices(self, count: int) -> None:
+        self._choices = count if self._is_possible else 0
+
+    @property
+    def runs(self) -> list[Run]:
+        with self._lock:
+            rooms = [room for held in self._held.values() for room in held]
+        return [run for room in rooms for run in self._pool.runs(room.demands, room.starts)]
+
+    def bytes_of(self, holder: RoomHolder) -> int:
+        with self._lock:
+            return sum(room.nbytes for room in self._held.get(holder, ()))
+
+    def add(
+        self, holder: RoomHolder, demands: Sequence[Demand], use: Callable[[Sequence[int]], int], *, leave: int = 0
+    ) -> bool:
+        """Take a room from what is free, if `leave` bytes stay so. use: is called before it can be given back, with
+        what `Pool.reserve` returned, and says its place.
+        """
+        nbytes = self._pool.bytes_of(demands)
+        with self._lock:
+            self.nbytes += nbytes  # first: the pool never counts too many bytes as reserved
+            starts = self._pool.reserve_free(demands, leave=leave)
+            if starts is None:
+                self.nbytes -= nbytes
+                return False
+            room = SpareRoom(tuple(demands), starts, nbytes, use(starts))
+            self._held.setdefault(holder, []).append(room)
+        return True
+
+    def lend(self, holder: RoomHolder, room: SpareRoom) -> None:
+        """The first room of a holder is in no bound from now on."""
+        with self._lock:
+            self._held.setdefault(holder, []).insert(0, room)
+            self._held.move_to_end(holder)
+            self.nbytes += room.nbytes
+
+    def claim(self, holder: RoomHolder) -> SpareRoom | None:
+        """The first room of the holder, from now on in a bound again. None if it was given back."""
+        with self._lock:
+            held = self._held.get(holder)
+            if not held:
+                return None
+            self._held.move_to_end(holder)
+            room = held.pop(0)
+            self.nbytes -= room.nbytes
+            return room
+
+    def release(self, holder: RoomHolder) -> None:
+        """Give back all rooms of a holder."""
+        with self._lock:
+            for room in self._held.pop(holder, ()):
+                self._release(room)
+
+    def give_back(self) -> bool:
+        """Release one room. False: there is none."""
+        with self._lock:
+            for holder, held in self._held.items():
+                if held:
+                    room = held.pop()
+                    holder.keep_rooms(room.place)
+                    self._release(room)
+                    return True
+        return False
+
+    def _release(self, room: SpareRoom) -> None:
+        self._pool.release(room.demands, room.starts)
+        self.nbytes -= room.nbytes  # last, for the same reason
+
+
 class _Account:
     """Bytes granted of the capacity."""
 
@@ -210,9 +332,9 @@ class _Account:
         self.granted_bytes = 0
         self._lock = threading.Lock()
 
-    def grant(self, nbytes: int) -> bool:
+    def grant(self, nbytes: int, *, leave: int = 0) -> bool:
         with self._lock:
-            if self.granted_bytes + nbytes > self.capacity_bytes:
+            if self.granted_bytes + nbytes + leave > self.capacity_bytes:
                 return False
             self.granted_bytes += nbytes
             return True
@@ -254,6 +376,8 @@ class Pool:
         self._account = _Account(capacity_bytes // unit_bytes * unit_bytes)
         units = max(capacity_bytes, address_bytes) // unit_bytes
         self._runs = RunAllocator(units)
+        self.has_addresses = address_bytes > capacity_bytes  # for as many runs as are granted, wherever they lie
+        self.rooms = Rooms(self)
         self._unclean: list[tuple[int, int]] = []  # released and not zeroed since: start and count, in units
         self.memory = allocate((units + TRASH_UNITS) * self._unit)
         shapes = [layer.entry for layer in geometry.layers]
@@ -268,7 +392,11 @@ class Pool:
     @property
     def reserved_bytes(self) -> int:
         """Bytes granted, but for those that are given back when they are needed."""
-        return self._account.granted_bytes - self.spare.nbytes
+        return self._account.granted_bytes - self.rooms.nbytes - self.spare.nbytes
+
+    def _give_back_spare(self) -> bool:
+        """Rooms first: what they hold is made again in milliseconds."""
+        return self.rooms.give_back() or self.spare.give_back()
 
     @property
     def takes_grants(self) -> bool:
@@ -286,39 +414,54 @@ class Pool:
         while not self._account.grant(nbytes):
             if self.reserved_bytes + nbytes > self.capacity_bytes:
                 return False
-            if not self.spare.give_back():
+            if not self._give_back_spare():
                 return self._account.grant(nbytes)  # another thread may have given back the last of it
         return True
 
     def ungrant(self, nbytes: int) -> None:
         self._account.ungrant(nbytes)
 
-    def reserve(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
+    def reserve(self, demands: Sequence[Demand], *, is_last: bool = False) -> tuple[int, ...] | None:
         """The first vector of each layer's run, or None (and nothing taken) if there is no room.
 
-        Each layer takes any run that is long enough, so a fragmented pool can still serve.
+        Each layer takes any run that is long enough, so a fragmented pool can still serve. is_last: of these the last.
         """
-        nbytes = self._bytes(sum(self._units(demand) for demand in demands))
         if not self._takes_grants:
-            return self._take(demands)
+            return self._take(demands, is_last=is_last)
+        nbytes = self.bytes_of(demands)
         if not self.grant(nbytes):
             return None
-        starts = self._take(demands)
+        starts = self._take(demands, is_last=is_last)
         if starts is None:
             self._account.ungrant(nbytes)
         return starts
 
-    def _take(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
-        while (starts := self._take_free(demands)) is None:
-            if self.least_released([], demands) is None or not self.spare.give_back():
+    def bytes_of(self, demands: Sequence[Demand]) -> int:
+        """What `reserve` grants for them."""
+        return self._bytes(sum(self._units(demand) for demand in demands))
+
+    def reserve_free(self, demands: Sequence[Demand], *, leave: int = 0) -> tuple[int, ...] | None:
+        """As `reserve`, of the last that is free now, if `leave` bytes stay free: nothing is given back for it."""
+        nbytes = self.bytes_of(demands)
+        if not self._account.grant(nbytes, leave=leave):
+            return None
+        starts = self._take_free(demands, is_last=True)
+        if starts is None:
+            self._account.ungrant(nbytes)
+        return starts
+
+    def _take(self, demands: Sequence[Demand], *, is_last: bool) -> tuple[int, ...] | None:
+        while (starts := self._take_free(demands, is_last=is_last)) is None:
+            if self.least_released([], demands) is None or not self._give_back_spare():
                 return None
         return starts
 
-    def _take_free(self, demands: Sequence[Demand]) -> tuple[int, ...] | None:
+    def _take_free(self, demands: Sequence[Demand], *, is_last: bool) -> tuple[int, ...] | None:
         with self._lock:
+            take = self._runs.take_last if is_last else self._runs.take
             starts: list[int] = []
             for demand in demands:
-                start = self._runs.take(self._units(demand))
+                start = take(self._units(demand))
                 if start is None:
                     self._give_back(demands, starts)
                     return None
@@ -349,7 +492,7 @@ class Pool:
         """How many of `held`, from the first one on and `least` or more, have to be released so that runs are free for
         all of these demands, reserved in this order. None: all of them are too few. Nothing changes.
         """
-        spare, counts = self.spare.runs, [self._units(demand) for demand in demands]
+        spare, counts = [*self.rooms.runs, *self.spare.runs], [self._units(demand) for demand in demands]
         with self._lock:
             return self._runs.least_given_back(held, counts, least=least, beside=spare)
 

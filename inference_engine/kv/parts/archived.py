@@ -213,6 +213,14 @@ class ArchivedEntries(ArchivedPart):
             if not at:
                 stack.callback(self._archive.forget)
 
+    def shrink(self) -> None:
+        """Give back what it has beyond the session's bound."""
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes beyond the session's bound, which are given back when they are needed. Any thread."""
+        return 0
+
     @property
     def runs(self) -> Sequence[Run]:
         return [*(run for exact in self._sets for run in exact.regions.runs), *self._archive.runs]

@@ -200,6 +200,23 @@ class ComponentIndex(LayerPart):
         self._restores = all(done)
         self._found = found.T if any(opened is not None and opened.says_found for opened in self._opened) else None
 
+    @property
+    def restores(self) -> bool:
+        """Does the device's operation restore them?"""
+        return self._restores
+
+    def add_restored(self, starts: Sequence[int]) -> None:
+        """A further room of the restore caches, by layer. Only if the device's operation restores."""
+        for opened, start in zip(self._opened, starts, strict=True):
+            if opened is not None:
+                opened.add_restored(start)
+
+    def keep_restored(self, rooms: int) -> None:
+        """Any thread: further rooms but for the first so many are about to be given back."""
+        for opened in self._opened:
+            if opened is not None:
+                opened.keep_restored(rooms)
+
     def restore_no_more(self) -> None:
         """The restore caches are about to be given back."""
         if not self._is_opened:

@@ -26,8 +26,7 @@ from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
 from inference_engine.kv.context import KVContext, RestoreCache
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.allocation import allocation_bytes
-from inference_engine.kv.memory.pool import Demand
+from inference_engine.kv.memory.pool import Demand, SpareRoom
 from inference_engine.kv.part import Held, Need
 from inference_engine.kv.parts.archived import Asked, ExactEntries
 from inference_engine.kv.parts.component_index import ComponentIndex
@@ -53,12 +52,11 @@ class SelectedEntries(StreamedEntries):
         self, context: KVContext, strategy: KVStrategy, sets: Sequence[ExactEntries], archive: Archive
     ) -> None:
         super().__init__(context, strategy, sets, archive)
-        self._caches: tuple[Demand, ...] = ()
-        self._starts: list[int] = []
         self._finite = FiniteCheck()  # of what the device's operation restored by itself
         self._indexes = [part for exact in sets for part in exact.regions.parts if isinstance(part, ComponentIndex)]
         for index in self._indexes:
             index.far = self
+        self._cache = _RestoreCache(context, self._indexes)
 
     @classmethod
     def active_need(cls, geometry: Geometry, placement: Placement) -> Need:
@@ -68,32 +66,24 @@ class SelectedEntries(StreamedEntries):
     def wake(self, tokens: int, length: int) -> bool:
         if not super().wake(tokens, length):
             return False
-        geometry = self._context.geometry
-        placement = self._strategy.placement(geometry, tokens)
-        caches = placement.restorer.restore_caches(geometry, placement.kept)
-        starts = self._context.pool.reserve(list(caches))
-        if starts is None:
-            self._drop_room()
-            return False
-        self._caches, self._starts = caches, list(starts)
-        spare: list[Region] = []
+        placement = self._strategy.placement(self._context.geometry, tokens)
         try:
-            remaining = iter(self._starts)
-            for index, group in zip(self._indexes, placement.kept, strict=True):
-                layers, slots = group.layers.layers, restore_cache_slots(group, placement.restorer.held(geometry))
-                own = [next(remaining) for _ in layers] if caches else []
-                index.restore_from(
-                    [self._archive.decoded_by(layer) for layer in layers],
-                    [RestoreCache(start=start, slots=slots) for start in own] or [None] * len(layers),
-                )
-                if own:
-                    starts_of = dict(zip(layers, own, strict=True))
-                    spare.append(Region(starts=starts_of, heads=group.layers.kv_heads, region=slots))
+            is_open = self._cache.open(placement, self._archive)
         except Exception as error:
             self._drop_room()
             raise RestorationFailed(error) from error
-        self._spare = spare
+        if not is_open:
+            self._drop_room()
+            return False
+        self._spare = self._cache.regions
+        self._cache.grow(max(self._counts(length)))
         return True
+
+    def idle(self, length: int | None) -> None:
+        assert self._ahead is None, "entries are out of their slots"
+        super()._drop_room()
+        self._spare = ()
+        self._cache.rest()
 
     def _lend_spare(self) -> None:
         for index in self._indexes:
@@ -114,9 +104,19 @@ class SelectedEntries(StreamedEntries):
         super().forget(at, length)
         self._finite.forget()
 
+    @property
+    def spare_bytes(self) -> int:
+        return self._cache.spare_bytes
+
+    def shrink(self) -> None:
+        self._cache.release()
+
     def commit(self, before: int, length: int, rejected: Positions) -> None:
         super().commit(before, length, rejected)
         self._ask_finite()
+        segment = self._context.geometry.segment_tokens
+        if length // segment > before // segment:
+            self._cache.grow(max(self._counts(length)))
 
     def ask_finite(self) -> Asked:
         return (*super().ask_finite(), self._ask_finite())
@@ -140,16 +140,123 @@ class SelectedEntries(StreamedEntries):
 
     def _drop_room(self) -> None:
         super()._drop_room()
-        caches, starts, self._caches, self._starts, self._spare = self._caches, self._starts, (), [], ()
-        for index in self._indexes:
-            index.restore_no_more()
-        if starts:
-            self._context.pool.release(list(caches), starts)
+        self._spare = ()
+        self._cache.release()
 
     def report(self, held: Held, length: int, end: int) -> None:
         super().report(held, length, end)
-        if self._caches and any(self._counts(length)):
-            held.add(restored=allocation_bytes(self._caches, itemsize=self._context.geometry.itemsize))
+        if any(self._counts(length)):
+            held.add(restored=self._cache.nbytes)
         for exact in self._sets:
             for part in exact.regions.parts:
                 part.report(held, length, end)
+
+
+class _RestoreCache:
+    """The restored entries that a session holds: in a room that its bound has, and further ones, a choice each, of what
+    is free (`Rooms` of `kv/memory/pool.py`).
+
+        active   │ first room │ further │ further │     the first is reserved, the others are spare
+        idle     │ first room │ further │ further │     all of them are spare
+
+    Implements RoomHolder.
+    """
+
+    def __init__(self, context: KVContext, indexes: Sequence[ComponentIndex]) -> None:
+        self._context = context
+        self._indexes = indexes
+        self._rooms = context.pool.rooms
+        self._first: SpareRoom | None = None  # while it is reserved
+        self._demands: tuple[Demand, ...] = ()  # of the first room
+        self._further: tuple[Demand, ...] = ()  # of each other one
+        self._slots = self._choice = 0  # of the first room, and of a choice: those of the set that has most
+        self._most = 0  # further rooms
+        self._count = 0  # rooms, the first one among them; other threads lower it
+        self.regions: Sequence[Region] = ()  # of the first room, by set of layers
+
+    def open(self, placement: Placement, archive: Archive) -> bool:
+        """For a Generate. False, and nothing taken, if the pool has no room for the first."""
+        geometry, restorer, kept = self._context.geometry, placement.restorer, placement.kept
+        demands = restorer.restore_caches(geometry, kept)
+        if self._demands == demands and demands and (first := self._rooms.claim(self)) is not None:
+            self._first = first
+            return True
+        self.release()
+        pool = self._context.pool
+        starts = pool.reserve(demands, is_last=True)
+        if starts is None:
+            return False
+        self._demands, self._first, self._count = demands, SpareRoom(demands, starts, pool.bytes_of(demands), 0), 1
+        self._further = restorer.restore_room(geometry, kept)
+        remaining, regions, most = iter(starts), [], []
+        for index, group in zip(self._indexes, kept, strict=True):
+            layers = group.layers.layers
+            slots, each = (restore_cache_slots(group, held) for held in (restorer.held(geometry), restorer.choice))
+            codes = [archive.decoded_by(layer) for layer in layers]
+            own = [next(remaining) for _ in layers] if demands else []
+            archived = max((len(code.halves[0]) for code in codes if code is not None), default=0)
+            rooms = max(0, -(-(archived - slots) // each)) if each else 0
+            caches = [RestoreCache(start=start, slots=slots, each=each, most_rooms=rooms) for start in own]
+            index.restore_from(codes, caches or [None] * len(layers))
+            most.append(rooms if index.restores else 0)
+            self._slots, self._choice = max(self._slots, slots), max(self._choice, each)
+            if own:
+                starts_of = dict(zip(layers, own, strict=True))
+                regions.append(Region(starts=starts_of, heads=group.layers.kv_heads, region=slots))
+        self.regions, self._most = regions, min(most, default=0) if demands else 0
+        return True
+
+    def grow(self, archived: int) -> None:
+        """Take room for choices of as many archived entries from what is free: some at once, then one more."""
+        rooms, capacity = self._rooms, self._context.pool.capacity_bytes
+        while rooms.choices and self._count <= self._most:
+            slots = self._slots + (self._count - 1) * self._choice
+            is_more = slots >= rooms.choices * self._choice
+            if slots >= archived:
+                return
+            leave = capacity // 4 if is_more else 0
+            if not rooms.add(self, self._further, self._use, leave=leave) or is_more:
+                return
+
+    def _use(self, starts: Sequence[int]) -> int:
+        remaining = iter(starts)
+        for index in self._indexes:
+            index.add_restored([next(remaining) for _ in index.layers])
+        self._count += 1
+        return self._count - 1
+
+    def keep_rooms(self, count: int) -> None:
+        self._count = count
+        for index in self._indexes:
+            index.keep_restored(max(0, count - 1))
+
+    def rest(self) -> None:
+        """The Generate is over: what is held stays until the memory is needed."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        if self._rooms.choices and all(index.restores for index in self._indexes):
+            self._rooms.lend(self, first)
+        else:
+            self._first = first
+            self.release()
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self._rooms.release(self)
+        for index in self._indexes:
+            index.restore_no_more()
+        first, self._first, self._demands, self._count, self.regions = self._first, None, (), 0, ()
+        self._slots = self._choice = self._most = 0
+        if first is not None:
+            self._context.pool.release(first.demands, first.starts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the session's bound."""
+        return 0 if self._first is None else self._first.nbytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes beyond it."""
+        return self._rooms.bytes_of(self)

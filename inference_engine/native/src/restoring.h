@@ -1,7 +1,7 @@
 // Chosen tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
 // `inference_engine/kv/context.py`.
 //
-//   match     which of a head's tokens its restore cache holds; the others get the slots that are worth least
+//   match     which of a head's tokens its restore cache holds, by a table; the others get the slots that are worth least
 //   restore   bits → levels → product with the head's matrix · scale, plus means → rotation → the restore cache
 //
 // The bits of an entry depend on its code and the matrix alone, so what a restore cache holds changes no result.
@@ -46,61 +46,109 @@ struct Missing {
 // What was chosen often stays for as long as three times, or nothing new would stay when a text turns to something else.
 constexpr int32_t STAY = 8, LONGEST_STAY = 24;
 
+// What `until` says, in tokens from now: less than any that was ever chosen, and more.
+constexpr int32_t EMPTY = -(1 << 28), CHOSEN = 1 << 24;
+
+// Which slot each archived token of one head is in.
+class Slots {
+ public:
+  Slots(const Archive& archive, int head)
+      : own_((uint8_t*)archive.slot_of + head * archive.tokens * (archive.is_wide ? 4 : 2)),
+        first_(archive.codes.first),
+        is_wide_(archive.is_wide != 0) {}
+
+  // -1: in none.
+  int32_t of(int64_t position) const {
+    int64_t place = position - first_;
+    return (is_wide_ ? ((const int32_t*)own_)[place] : ((const uint16_t*)own_)[place]) - 1;
+  }
+
+  void set(int64_t position, int32_t slot) {
+    int64_t place = position - first_;
+    if (is_wide_) ((int32_t*)own_)[place] = slot + 1;
+    else ((uint16_t*)own_)[place] = (uint16_t)(slot + 1);
+  }
+
+ private:
+  void* own_;
+  int64_t first_;
+  bool is_wide_;
+};
+
+// The buffer vector of a slot.
+INLINE int64_t vector_of(const Archive& archive, int head, int32_t slot) {
+  if (slot < archive.first) return archive.rooms[0] + head * archive.first + slot;
+  auto beyond = (uint32_t)(slot - archive.first), each = (uint32_t)archive.each;
+  return archive.rooms[1 + beyond / each] + head * archive.each + beyond % each;
+}
+
+// How many of `count` slots stay for `limit` tokens or less.
+INLINE int64_t count_staying(const uint32_t* until, int64_t count, uint32_t now, int32_t limit) {
+  int32_t found = 0;
+  for (int64_t i = 0; i < count; i++) found += (int32_t)(until[i] - now) <= limit;
+  return found;
+}
+
 // Finds `count` positions, ascending, of one head: slots[i] is where positions[i] is or will be. Those that have to be
 // restored are added to `missing`. False if the restore cache has too few slots.
 static bool match(const Archive& archive, int head, const int32_t* positions, int64_t count, int64_t* slots,
                   std::vector<Missing>& missing) {
-  int32_t* held = archive.held + head * archive.slots;
-  uint32_t *until = archive.until + head * archive.slots, now = ++archive.clocks[head];
-  if (count > archive.slots) return false;
-  if (!count) return true;
-  static thread_local std::vector<uint64_t> wanted;         // a bit for each position
-  static thread_local std::vector<int32_t> before, spare;   // wanted ones before each word; slots that are not chosen
-  int64_t words = positions[count - 1] / 64 + 1;
-  wanted.assign((size_t)words, 0);
-  for (int64_t i = 0; i < count; i++) wanted[(size_t)(positions[i] / 64)] |= 1ull << positions[i] % 64;
-  before.resize((size_t)words);
-  for (int64_t w = 0, found = 0; w < words; w++) {
-    before[(size_t)w] = (int32_t)found;
-    found += __builtin_popcountll(wanted[(size_t)w]);
+  int32_t* held = archive.held + head * archive.most;
+  uint32_t *until = archive.until + head * archive.most, now = ++archive.clocks[head];
+  Slots slot_of(archive, head);
+  int32_t usable = __atomic_load_n(&archive.slots, __ATOMIC_RELAXED);
+  for (int32_t& known = archive.known[head]; known > usable;) {  // rooms that were taken back
+    known--;
+    if (held[known]) slot_of.set(held[known] - 1, -1);
+    held[known] = 0, until[known] = now + (uint32_t)EMPTY;
   }
-  std::fill(slots, slots + count, (int64_t)-1);
-  auto left = [&](int32_t slot) { return (int32_t)(until[slot] - now); };  // the clock may have gone round
-  // What a slot is worth: nothing if it is empty, and the more the longer it stays.
-  auto worth = [&](int32_t slot) {
-    return held[slot] < 0 ? 0 : 1 + std::min(std::max(left(slot), -LONGEST_STAY), LONGEST_STAY) + LONGEST_STAY;
-  };
-  int32_t worths[2 * LONGEST_STAY + 2] = {};  // how many spare slots are worth so much
-  spare.clear();
-  for (int32_t slot = 0; slot < archive.slots; slot++) {
-    int32_t position = held[slot], word = position / 64;
-    uint64_t bit = position < 0 || word >= words ? 0 : wanted[(size_t)word] & 1ull << position % 64;
-    if (bit) {
-      slots[before[(size_t)word] + __builtin_popcountll(wanted[(size_t)word] & (bit - 1))] = slot;
-      until[slot] = now + (uint32_t)std::min(std::max(left(slot), 0) + STAY, LONGEST_STAY);
-    } else {
-      spare.push_back(slot);
-      worths[worth(slot)]++;
+  if (count > usable) return false;
+  size_t first = missing.size();
+  for (int64_t i = 0; i < count; i++) {
+    int32_t slot = slot_of.of(positions[i]);
+    slots[i] = slot;
+    if (slot < 0) {
+      missing.push_back({positions[i], (int32_t)i});  // its slot comes below
+      continue;
+    }
+    auto left = (int32_t)(until[slot] - now);
+    until[slot] = now + (uint32_t)(CHOSEN + std::min(std::max(left, 0) + STAY, LONGEST_STAY));
+  }
+  auto wanting = (int64_t)(missing.size() - first);
+  if (wanting) {
+    // Those that stay no longer than `limit` make room, of those that stay as long the first. Empty slots come before
+    // all others, and what has not been chosen for long is alike.
+    int32_t below = EMPTY - 1, limit = EMPTY;
+    int64_t fewer = 0, empty = count_staying(until, usable, now, EMPTY);
+    if (empty < wanting) {
+      below = EMPTY, fewer = empty, limit = LONGEST_STAY;
+      for (int32_t low = -LONGEST_STAY - 1; limit - low > 1;) {
+        int32_t middle = low + (limit - low) / 2;
+        int64_t found = count_staying(until, usable, now, middle);
+        if (found >= wanting) limit = middle;
+        else low = below = middle, fewer = found;
+      }
+    }
+    int64_t as_long = wanting - fewer;
+    constexpr int32_t BLOCK = 64;
+    size_t next = first;
+    for (int32_t block = 0; next < missing.size(); block += BLOCK) {
+      int32_t end = std::min(block + BLOCK, usable);
+      if (!count_staying(until + block, end - block, now, limit)) continue;
+      for (int32_t slot = block; slot < end && next < missing.size(); slot++) {
+        auto left = (int32_t)(until[slot] - now);
+        if (left > limit || (left > below && as_long-- <= 0)) continue;
+        if (held[slot]) slot_of.set(held[slot] - 1, -1);
+        int32_t position = missing[next].position;
+        slots[missing[next].slot] = slot;
+        missing[next++].slot = slot;
+        held[slot] = position + 1;
+        slot_of.set(position, slot);
+        until[slot] = now + (uint32_t)(CHOSEN + STAY);
+      }
     }
   }
-  size_t first = missing.size();
-  for (int64_t i = 0; i < count; i++)
-    if (slots[i] < 0) missing.push_back({positions[i], (int32_t)i});  // its slot comes below
-  if (missing.size() == first) return true;
-  // Those worth less than `limit` make room, and of those worth as much the first.
-  int32_t limit = 0;
-  int64_t wanting = (int64_t)(missing.size() - first);
-  while (wanting > worths[limit]) wanting -= worths[limit++];
-  size_t i = first;
-  for (int32_t slot : spare) {
-    int32_t own = worth(slot);
-    if (own > limit || (own == limit && wanting-- <= 0)) continue;
-    slots[missing[i].slot] = slot;
-    missing[i++].slot = slot;
-    held[slot] = -1;  // until it is restored
-    until[slot] = now + STAY;
-    if (i == missing.size()) break;
-  }
+  for (int64_t i = 0; i < count; i++) until[slots[i]] -= (uint32_t)CHOSEN;
   return true;
 }
 
@@ -358,13 +406,11 @@ static bool restore(const Codes& codes, const LayerDecoder& decoder, const Turni
 static void restore_missing(const KeyIndex& index, int head, const Attention& call, const Missing* missing,
                             int64_t count) {
   Archive& archive = *index.archive;
-  int32_t* held = archive.held + head * archive.slots;
   bool is_finite = restore(
       archive.codes, *archive.decoder, archive.turning, call.head_dim, call.kv_type, (void*)call.keys,
       (void*)call.values, call.row, count, head, head + 1,
       [&](int64_t i) { return (int64_t)missing[i].position; },
-      [&](int, int64_t i) { return archive.start + head * archive.slots + missing[i].slot; });
-  for (int64_t i = 0; i < count; i++) held[missing[i].slot] = missing[i].position;
+      [&](int, int64_t i) { return vector_of(archive, head, missing[i].slot); });
   if (!is_finite) __atomic_store_n(&archive.is_broken, 1, __ATOMIC_RELAXED);
 }
 

@@ -522,12 +522,13 @@ static void find_places(const Attention& call, int64_t j, int64_t found, Scratch
   int64_t* places = scratch.places.data() + job.chosen;
   int64_t gone = std::lower_bound(chosen, chosen + found, (int32_t)job.gone) - chosen;
   auto& missing = scratch.missing[(size_t)j];
+  int64_t region = line[START] + job.head * line[HEAD_SLOTS];
   if (gone && !restoring::match(*archive, job.head, chosen, gone, places, missing)) {
     std::fill(places, places + gone, 0);  // never read: the archive is reported as broken
     __atomic_store_n(&archive->is_broken, 1, __ATOMIC_RELAXED);
+  } else {
+    for (int64_t i = 0; i < gone; i++) places[i] = restoring::vector_of(*archive, job.head, (int32_t)places[i]) - region;
   }
-  int64_t cache = archive->start + job.head * archive->slots - (line[START] + job.head * line[HEAD_SLOTS]);
-  for (int64_t i = 0; i < gone; i++) places[i] += cache;
   for (int64_t i = gone; i < found; i++) places[i] = job.sink + (chosen[i] - job.sink) % job.ring;
 }
 

@@ -167,16 +167,21 @@ struct TrellisCodes {
   int64_t vectors, count, chains;
 };
 
-// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. `held`:
-// which position each slot holds, -1 for none; `until`: how long it is to stay there, by the clock of its head, which
-// counts tokens.
+// Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. A
+// number that is 0 in `held` and `slot_of` stands for none. Slots [0, first) of a head lie in the first room, those behind
+// it in rooms of `each`, head after head. Rooms behind the first may be taken back at any time: then `slots` falls, and
+// they are not written by others before the call is over.
 struct Archive {
   Codes codes;
   Turning turning;
   const LayerDecoder* decoder;
-  int32_t* held;               // [kv_heads][slots]
-  uint32_t *until, *clocks;    // [kv_heads][slots], [kv_heads]
-  int64_t start, slots;        // start: buffer vector of slot 0
+  int32_t* held;               // [kv_heads][most]: 1 + the position in each slot
+  uint32_t *until, *clocks;    // [kv_heads][most], [kv_heads]: how long it is to stay, by a clock that counts tokens
+  void* slot_of;               // [kv_heads][tokens]: 1 + the slot of each position from codes.first on
+  int32_t* known;              // [kv_heads]: as many slots have a part in these tables
+  const int64_t* rooms;        // buffer vector with which each begins
+  int64_t most, tokens, first, each;
+  int32_t slots, is_wide;      // that may be used now; are numbers of `slot_of` of 32 bits, or of 16?
   int32_t is_broken, reserved; // has an entry that was restored not been finite?
 };
 

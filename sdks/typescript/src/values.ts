@@ -158,6 +158,8 @@ export interface SessionInfo {
   readonly isResident: boolean;
   /** Of the history that are safe by the session's durability; 0 with "none". */
   readonly savedTokens: number;
+  /** Held beyond kvLiveBytes and peakBytes, until anything needs the memory. */
+  readonly spareLiveBytes: number;
   /** End every Generate of the session. */
   readonly eosTokenIds: readonly number[];
 }
@@ -389,6 +391,7 @@ export function sessionInfoOf(reply: GetSessionInfoResponse): SessionInfo {
     historyBytes: exact(reply.historyBytes, "history_bytes"),
     isResident: reply.resident,
     savedTokens: exact(reply.savedTokenCount, "saved_token_count"),
+    spareLiveBytes: exact(reply.spareLiveBytes, "spare_live_bytes"),
     eosTokenIds: reply.eosTokenIds,
   };
 }

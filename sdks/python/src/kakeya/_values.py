@@ -143,6 +143,7 @@ class SessionInfo:
     is_resident: bool  # in the server's memory; if not, the next call that uses the session brings it back
     saved_tokens: int  # of the history that are safe by the session's durability; 0 with NONE
     eos_token_ids: tuple[int, ...] = ()  # end every Generate of the session
+    spare_live_bytes: int = 0  # held beyond those and peak_bytes, until anything needs the memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +250,7 @@ def session_info(reply: pb.GetSessionInfoResponse) -> SessionInfo:
         history_bytes=reply.history_bytes,
         is_resident=reply.resident,
         saved_tokens=reply.saved_token_count,
+        spare_live_bytes=reply.spare_live_bytes,
         eos_token_ids=tuple(reply.eos_token_ids),
     )
 

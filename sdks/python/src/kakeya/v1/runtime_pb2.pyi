@@ -1254,6 +1254,7 @@ class GetSessionInfoResponse(_message.Message):
     RESIDENT_FIELD_NUMBER: _builtins.int
     SAVED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SPARE_LIVE_BYTES_FIELD_NUMBER: _builtins.int
     history_length: _builtins.int
     kv_live_bytes: _builtins.int
     """Bytes of K/V actually held now, summed over what holds them."""
@@ -1289,6 +1290,10 @@ class GetSessionInfoResponse(_message.Message):
     """The session is in the server's memory. False: it is on disk only, and the next call that uses it brings it back."""
     saved_token_count: _builtins.int
     """Tokens of the history that are safe by the session's durability. With DURABILITY_NONE: 0."""
+    spare_live_bytes: _builtins.int
+    """Bytes of restored entries beyond kv_live_bytes and peak_bytes, in memory that nothing needs now: they are given back
+    when anything does.
+    """
     @_builtins.property
     def strategy(self) -> Global___Strategy: ...
     @_builtins.property
@@ -1322,10 +1327,11 @@ class GetSessionInfoResponse(_message.Message):
         resident: _builtins.bool = ...,
         saved_token_count: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        spare_live_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "limit_tokens", b"limit_tokens", "strategy", b"strategy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "eos_token_ids", b"eos_token_ids", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "resident", b"resident", "saved_token_count", b"saved_token_count", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens", "accepted_token_count", b"accepted_token_count", "cache_invariant_inv1_violations", b"cache_invariant_inv1_violations", "cache_invariant_inv2_violations", b"cache_invariant_inv2_violations", "cache_invariant_inv3_violations", b"cache_invariant_inv3_violations", "cached_token_count", b"cached_token_count", "client_label", b"client_label", "drafted_token_count", b"drafted_token_count", "eos_token_ids", b"eos_token_ids", "evicted_token_count", b"evicted_token_count", "failure_reason", b"failure_reason", "generating", b"generating", "history_bytes", b"history_bytes", "history_length", b"history_length", "idle_seconds", b"idle_seconds", "kv_live_bytes", b"kv_live_bytes", "limit_tokens", b"limit_tokens", "peak_bytes", b"peak_bytes", "reserved_bytes", b"reserved_bytes", "resident", b"resident", "saved_token_count", b"saved_token_count", "spare_live_bytes", b"spare_live_bytes", "strategy", b"strategy", "sustained_bytes", b"sustained_bytes", "tier_bytes", b"tier_bytes", "tier_live_bytes", b"tier_live_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limit_tokens: _TypeAlias = _typing.Literal["limit_tokens"]  # noqa: Y015
     _WhichOneofArgType__limit_tokens: _TypeAlias = _typing.Literal["_limit_tokens", b"_limit_tokens"]  # noqa: Y015
