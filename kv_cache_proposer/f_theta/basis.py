@@ -4,7 +4,7 @@
 
 Weights are square roots of importances (`importance.py`), so that plain squared error in the weighted space is the
 error the model feels. The components are the leading eigenvectors of the weighted covariance: orthonormal, so that they
-analyse as well as synthesise. A basis that was refined has its own `analysis`.
+analyse as well as synthesise.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ _RANK_FLOOR = 1e-12
 class Basis:
     """mean [W]; weights and inverses per layer [2 (K, V), Hkv, D, D]; components [W, C]; deviations [C]. float32.
 
-    deviations: standard deviation of each coefficient over the calibration text, in descending order. analysis: maps
-    weighted vectors to coefficients; None: the components do, which map coefficients to weighted vectors.
+    deviations: standard deviation of each coefficient over the calibration text, in descending order.
     """
 
     group: Group
@@ -37,17 +36,15 @@ class Basis:
     inverses: tuple[Tensor, ...]
     components: Components
     deviations: Tensor
-    analysis: Components | None = None
 
     @property
     def nbytes(self) -> int:
         plain = (self.mean, *self.weights, *self.inverses, self.deviations)
-        analysis = 0 if self.analysis is None else self.analysis.nbytes
-        return self.components.nbytes + analysis + sum(tensor.nbytes for tensor in plain)
+        return self.components.nbytes + sum(tensor.nbytes for tensor in plain)
 
     def analyse(self, vectors: Tensor) -> Tensor:
         """Token vectors [n, W], float32, to coefficients [n, C]."""
-        return self.weigh(vectors - self.mean) @ (self.analysis or self.components).whole()
+        return self.weigh(vectors - self.mean) @ self.components.whole()
 
     def weigh(self, differences: Tensor) -> Tensor:
         """Differences of token vectors [n, W] in the space where squared length is the error in attention, [n, W]."""
@@ -98,7 +95,7 @@ class Basis:
         """
         shape = self.group.shapes[index]
         first = sum(2 * before.kv_heads for before in self.group.shapes[:index])
-        heads = (self.analysis or self.components).heads(first, first + 2 * shape.kv_heads) / self.deviations
+        heads = self.components.heads(first, first + 2 * shape.kv_heads) / self.deviations
         heads = heads.view(2, shape.kv_heads, shape.head_dim, -1)
         return (self.weights[index] @ heads).transpose(0, 1).flatten(1, 2).contiguous()
 
@@ -108,14 +105,12 @@ class Basis:
             self,
             components=self.components.truncated(count),
             deviations=self.deviations[:count],
-            analysis=self.analysis.truncated(count) if self.analysis else None,
         )
 
     def at_precision(self, precision: str) -> Basis:
         return replace(
             self,
             components=self.components.at_precision(precision),
-            analysis=self.analysis.at_precision(precision) if self.analysis else None,
         )
 
     def to(self, device: torch.device | str) -> Basis:
@@ -126,7 +121,6 @@ class Basis:
             inverses=tuple(block.to(device) for block in self.inverses),
             components=self.components.to(device),
             deviations=self.deviations.to(device),
-            analysis=self.analysis.to(device) if self.analysis else None,
         )
 
 

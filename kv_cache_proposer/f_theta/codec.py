@@ -53,15 +53,13 @@ class GroupCoder:
 
     def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
         vectors = join(self.basis.group, keys, values)
-        return self.encode_units(self.basis.analyse(vectors) / self.basis.deviations)
-
-    def encode_units(self, units: Tensor) -> Tensor:
-        """Coefficients ÷ deviations [n, C] → uint8 [n, packed_bytes]."""
+        units = self.basis.analyse(vectors) / self.basis.deviations
         packed = torch.empty((len(units), self.packed_bytes), dtype=torch.uint8, device=units.device)
         self.encode_units_into(units, packed)
         return packed
 
     def encode_units_into(self, units: Tensor, packed: Tensor) -> None:
+        """Coefficients ÷ deviations [n, C] → uint8 [n, packed_bytes]."""
         scaled = self.trellis.scale(units, packed[:, :SCALE_BYTES])
         codes = self.trellis.choose(scaled, self.levels)
         self.trellis.pack(codes, self.packing.bits_on(units.device), packed[:, SCALE_BYTES:])
@@ -78,13 +76,8 @@ class GroupCoder:
     def coefficients(self, packed: Tensor) -> Tensor:
         """uint8 [n, packed_bytes] → float32 [n, C]."""
         codes = self.packing.unpack(packed[:, SCALE_BYTES:])
-        return self._units(packed[:, :SCALE_BYTES], codes) * self.basis.deviations
-
-    def rounded(self, units: Tensor) -> Tensor:
-        """Coefficients ÷ deviations [n, C] as they come back from their codes."""
-        scale_codes = torch.empty((len(units), SCALE_BYTES), dtype=torch.uint8, device=units.device)
-        scaled = self.trellis.scale(units, scale_codes)
-        return self._units(scale_codes, self.trellis.choose(scaled, self.levels))
+        units = self.trellis.levels_of(codes, self.levels) * scales(packed[:, :SCALE_BYTES])
+        return units * self.basis.deviations
 
     def decoder(self, index: int, first_byte: int) -> LayerDecoder:
         """Of the group's layer number `index`, whose group begins at `first_byte` of a code."""
@@ -98,9 +91,6 @@ class GroupCoder:
             means=self.basis.means_of(index),
             make_matrix=partial(self.basis.matrix_of, index),
         )
-
-    def _units(self, scale_codes: Tensor, codes: Tensor) -> Tensor:
-        return self.trellis.levels_of(codes, self.levels) * scales(scale_codes)
 
     def to(self, device: torch.device, trellis: Trellis) -> GroupCoder:
         return replace(self, basis=self.basis.to(device), levels=self.levels.to(device), trellis=trellis)

@@ -1,7 +1,6 @@
 """A codec on disk: tensors in safetensors, everything else in JSON beside them.
 
-    latent.safetensors   per group: mean, components (int8: and scales), deviations, bits, and an analysis, as the
-                         components are, where it differs from them; per layer: weights, inverses
+    latent.safetensors   per group: mean, components (int8: and scales), deviations, bits; per layer: weights, inverses
     latent.json          format and version, the target's digest, layers, rate, how it was made, what was measured,
                          SHA-256 of the tensors
 
@@ -122,23 +121,13 @@ def _tensors(codec: LatentCodec) -> dict[str, Tensor]:
             f"group.{index}.deviations": basis.deviations,
             f"group.{index}.bits": torch.tensor(part.packing.widths, dtype=torch.uint8),
         }
-        for (name, scales), held in zip(_matrices(index), (basis.components, basis.analysis), strict=True):
-            if held is not None:
-                found[name] = held.entries
-                if held.scales is not None:
-                    found[scales] = held.scales
+        found[f"group.{index}.components"] = basis.components.entries
+        if basis.components.scales is not None:
+            found[f"group.{index}.scales"] = basis.components.scales
         for shape, weights, inverses in zip(basis.group.shapes, basis.weights, basis.inverses, strict=True):
             found[f"layer.{shape.layer}.weights"] = weights
             found[f"layer.{shape.layer}.inverses"] = inverses
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
-
-
-def _matrices(index: int) -> tuple[tuple[str, str], tuple[str, str]]:
-    """Names of a group's components and of its analysis: their entries, their scales."""
-    return (
-        (f"group.{index}.components", f"group.{index}.scales"),
-        (f"group.{index}.analysis", f"group.{index}.analysis_scales"),
-    )
 
 
 def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Path) -> tuple[Basis, tuple[int, ...]]:
@@ -148,13 +137,9 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Pa
     deviations = tensors.get(f"{prefix}.deviations")
     count = len(deviations) if deviations is not None and deviations.ndim else 0
 
-    def take_components(name: str, scales_name: str) -> Components:
-        entries = take(name, tuple(PRECISIONS.values()), group.width, count)
-        is_int8 = entries.dtype == torch.int8
-        scales = take(scales_name, single, len(group.head_sizes), count) if is_int8 else None
-        return Components(entries=entries, head_sizes=group.head_sizes, scales=scales)
-
-    components, analysis = _matrices(index)
+    entries = take(f"{prefix}.components", tuple(PRECISIONS.values()), group.width, count)
+    is_int8 = entries.dtype == torch.int8
+    scales = take(f"{prefix}.scales", single, len(group.head_sizes), count) if is_int8 else None
     blocks = [(2, shape.kv_heads, shape.head_dim, shape.head_dim) for shape in group.shapes]
     basis = Basis(
         group=group,
@@ -167,9 +152,8 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Pa
             take(f"layer.{shape.layer}.inverses", single, *block)
             for shape, block in zip(group.shapes, blocks, strict=True)
         ),
-        components=take_components(*components),
+        components=Components(entries=entries, head_sizes=group.head_sizes, scales=scales),
         deviations=take(f"{prefix}.deviations", single, count),
-        analysis=take_components(*analysis) if analysis[0] in tensors else None,
     )
     bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
     if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):

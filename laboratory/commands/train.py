@@ -30,15 +30,12 @@ from laboratory.commands import train_components, train_corpus, train_drafter
 from laboratory.training.calibration_text import conversations_in, gather, gather_plain, read
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kv_cache_proposer.f_theta.codec import LatentCodec
 
 _SEQUENCE = 1024
 # Entries further back than this count as restored when it is measured where their errors are felt.
 _SENSITIVITY_TOKENS, _SINK, _WINDOW = 512, 4, 64
 _BATCH_SEQUENCES = 4
-_HELD_OUT_SEQUENCES = 8  # that refinement looks at, again and again
 _TOKENS, _SENSITIVITY_SEQUENCES, _GROUP_LAYERS = 75_000, 16, 15
 # Of `--quick`. Importances of half as many sequences are surer when they are pulled further towards equal ones.
 _QUICK_TOKENS, _QUICK_SENSITIVITY_SEQUENCES = 16_384, 8
@@ -89,13 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sensitivity",
         help="where errors count: measured by gradient (default), estimated from weights, or everywhere alike",
     )
-    latent.add_argument(
-        "--refine-steps",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of gradient on the model's own predictions, after the closed form; kept only where it gains (default: 0)",
-    )
     latent.add_argument("--text", nargs="+", type=Path, default=[], metavar="FILE", help="calibration text of your own")
     latent.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the order of text and of the conversations"
@@ -111,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     _fill_defaults(args)
     if args.tokens < _SEQUENCE:
         raise ConfigError(f"--tokens must be at least {_SEQUENCE}, got {args.tokens}")
-    for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1), ("refine_steps", 0)):
+    for name, floor in (("sensitivity_sequences", 1), ("bytes_per_token", 1), ("group_layers", 1)):
         if (given := getattr(args, name)) is not None and given < floor:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {floor}, got {given}")
     for _ in read(args.text):
@@ -134,7 +124,6 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.training.capture import require_stored_keys
     from laboratory.training.divergence import measure_divergence, nothing, through
     from laboratory.training.latent import calibrate, measure
-    from laboratory.training.refine import refine
     from laboratory.training.sensitivity import measure_sensitivity
 
     commit = running_commit(args.commit)
@@ -210,24 +199,9 @@ def run(args: argparse.Namespace) -> int:
             is_rough=args.quick,
             advance=partial(progress.advance, task),
         )
-        refinement = None
-        if args.refine_steps:
-            task = progress.add_task("refining", total=args.refine_steps)
-            codec, refinement = refine(
-                loaded.model,
-                codec,
-                _halves(calibration),
-                _halves(test)[:_HELD_OUT_SEQUENCES],
-                rates=_rates(codec),
-                steps=args.refine_steps,
-                sink=_SINK,
-                window=_WINDOW,
-                seed=args.seed,
-                advance=partial(progress.advance, task),
-            )
         far = [ids for ids in test.unfold(1, length, length).flatten(0, 1) if len(ids) > _SINK + _WINDOW]
         far = far[: _QUICK_DIVERGENCE_SEQUENCES if args.quick else _DIVERGENCE_SEQUENCES]
-        rates = {rate: through(codec.at(rate)) for rate in _rates(codec)[:2]}
+        rates = {rate: through(codec.at(rate)) for rate in _rates(codec)}
         task = progress.add_task("measuring on text held out", total=sum(map(len, far)))
         kl = measure_divergence(
             loaded.model,
@@ -250,11 +224,10 @@ def run(args: argparse.Namespace) -> int:
             "importance": args.importance,
             "shrinkage": _QUICK_SHRINKAGE if args.quick else _SHRINKAGE,
             "sensitivity_sequences": args.sensitivity_sequences if args.importance == "sensitivity" else 0,
-            "refine_steps": refinement.steps if refinement else 0,
         },
         seeds={"text": args.seed},
         commit=commit,
-        metrics={"weighted_error": loss.overall, **({"refinement_gain": refinement.gain} if refinement else {})},
+        metrics={"weighted_error": loss.overall},
     )
     save_codec(codec, folder, manifest)
     print(
@@ -264,9 +237,6 @@ def run(args: argparse.Namespace) -> int:
     kept = ", ".join(f"{one.mean:.2g} with {name}" for name, one in kl.items())
     print(f"KL to the model's own predictions beyond a window of {_WINDOW}, on text held out: {kept}")
     print(f"calibrated in {time.monotonic() - began:.0f} s")
-    if refinement:
-        for rate, before in refinement.start.items():
-            print(f"refined: KL {before:.4g} → {refinement.best[rate]:.4g} at {rate} bytes, on text held out")
     return 0
 
 
@@ -278,13 +248,7 @@ def _fill_defaults(args: argparse.Namespace) -> None:
             setattr(args, name, default)
 
 
-def _halves(sequences: Tensor) -> Tensor:
-    """Each sequence as two: every layer's scores are held for the gradient."""
-    length = sequences.shape[1] // 2
-    return sequences[:, : 2 * length].reshape(-1, length)
-
-
 def _rates(codec: LatentCodec) -> tuple[int, ...]:
-    """What sessions are likely to ask for: the most, half of it, which is the default, and a quarter."""
-    rates = (codec.bytes_per_token, codec.bytes_per_token // 2, codec.bytes_per_token // 4)
+    """What sessions are likely to ask for: the most, and half of it, which is the default."""
+    rates = (codec.bytes_per_token, codec.bytes_per_token // 2)
     return tuple(rate for rate in rates if rate >= codec.least_bytes_per_token)

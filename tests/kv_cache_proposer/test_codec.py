@@ -81,9 +81,8 @@ def test_bases_are_held_once_however_many_sessions_ask_for_however_few_bytes(pre
 
 def _storages(basis: Basis) -> list[int]:
     """Where its matrices lie."""
-    own, back = basis.components, basis.analysis
+    own = basis.components
     tensors = [own.entries, own.scales, basis.deviations, basis.mean, *basis.weights, *basis.inverses]
-    tensors += [] if back is None else [back.entries, back.scales]
     return [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None]
 
 
