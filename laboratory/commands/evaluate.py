@@ -85,7 +85,6 @@ EXPERIMENTS = {
         "which model families are served, with which strategies, and how exactly",
         needs_model=False,
     ),
-    "regime-map": Experiment("laboratory.evaluation.regime_map", "which strategy pays where", needs_model=False),
 }
 
 
