@@ -1,4 +1,4 @@
-"""Text to ids and back: conversations by the model's template, answers piece by piece, and where a stop string cuts."""
+"""Text to ids and back: conversations by the model's template, and reasoning told from what is said."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import TypeVar
 
 from kakeya import InvalidMessages, ToolFormatUnknown
 from kakeya.tokenization import ChatTokenizer, tokens_for_chat, tokens_for_next_turn
-from kakeya.tools import TextPart, ToolCall, ToolResult, Tools
+from kakeya.tools import ToolCall, ToolResult, Tools
 from kakeya_gateway.bodies import Json, Refused
 
 T = TypeVar("T")
 
 THINKING = "<think>", "</think>"
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
 _PROMPT_ENDS = 32  # ids, in which a template may begin or end the reasoning
 _KEPT_TOOLS = 64  # lists of tools, each with what was found of their format
 
@@ -112,34 +111,6 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-class TextReader:
-    """Reads the ids of an answer without tools, with the methods of a `ToolCallParser`.
-
-    A character can take several ids, and the text of an id can depend on the one before it: a piece is what decoding
-    adds to the ids shown last, once its last character is complete.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
-        self._ids: list[int] = []
-        self._start = self._shown = 0
-
-    def feed(self, token_ids: Iterable[int]) -> list[TextPart]:
-        self._ids += token_ids
-        added = self._added()
-        if not added or added.endswith(_BROKEN):
-            return []
-        self._start, self._shown = self._shown, len(self._ids)
-        return [TextPart(added)]
-
-    def finish(self) -> list[TextPart]:
-        return [TextPart(self._added().rstrip(_BROKEN))]
-
-    def _added(self) -> str:
-        before = self._decode(self._ids[self._start : self._shown])
-        return self._decode(self._ids[self._start :])[len(before) :]
-
-
 class Thoughts:
     """Tells the reasoning with which an answer begins, between its markers, from what is said.
 
@@ -189,30 +160,6 @@ class Thoughts:
     def _without_space(self, text: str) -> str:
         text = text.lstrip() if self._is_at_edge else text
         self._is_at_edge &= not text
-        return text
-
-
-class Stops:
-    """Passes text on up to the first of some stop strings. What may be the beginning of one waits for what follows."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._waiting = ""
-        self.found: str | None = None
-
-    def push(self, piece: str) -> str:
-        text = self._waiting + piece
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            _, cut, self.found = min(ends)
-        else:
-            cut = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._waiting = text[cut:]
-        return text[:cut]
-
-    def end(self) -> str:
-        """What waited, once no more comes."""
-        text, self._waiting = self._waiting, ""
         return text
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from kakeya import Progress, StopReason, TokenDetail, ToolCallError
+from kakeya.tokenization import ReplyText, StopStrings
 from kakeya.tools import TextPart, ToolCall, ToolCallPart, Tools
 from kakeya_gateway.bodies import Ask, Json, Refused
 from kakeya_gateway.conversations import Answer, Conversation, Conversations, digests
-from kakeya_gateway.texts import Stops, TextReader
 from kakeya_gateway.thinking import BudgetedStream, Stream
 
 
@@ -32,6 +32,19 @@ def require_model(name: str, owner: Conversations) -> None:
 
 
 _Read = TextPart | ToolCallPart | ToolCall
+
+
+class _Reader:
+    """Reads an answer without tools, as a `ToolCallParser` does one with them."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._text = ReplyText(decode)
+
+    def feed(self, token_ids: Iterable[int]) -> list[TextPart]:
+        return [TextPart(piece) for each in token_ids if (piece := self._text.push(each))]
+
+    def finish(self) -> list[TextPart]:
+        return []
 
 
 class Turn:
@@ -55,9 +68,9 @@ class Turn:
         self._conversation = conversation
         self._digest = digest
         self._reached = [0]  # characters that were read after each number of tokens
-        self._reader = TextReader(owner.texts.decode) if tools is None else tools.parser()
+        self._reader = _Reader(owner.texts.decode) if tools is None else tools.parser()
         self._thoughts = owner.texts.thoughts(conversation.ids)
-        self._stops = Stops(ask.stops)
+        self._stops = StopStrings(ask.stops)
         self._least = ask.options.get("min_tokens", 0)
         self._ends = frozenset(owner.info.eos_token_ids) if tools is None else frozenset[int]()
         most = owner.info.max_generate_tokens
@@ -111,7 +124,7 @@ class Turn:
     @property
     def stop(self) -> str | None:
         """The stop string that ended it."""
-        return self._stops.found
+        return self._stops.matched
 
     @property
     def message(self) -> Json:
@@ -155,8 +168,7 @@ class Turn:
                         if is_reasoning:
                             yield self._shown(said, (), is_reasoning=True)
                         else:
-                            # What has to come in any case is not looked at for stop strings.
-                            text += said if self.output_tokens < self._least else self._stops.push(said)
+                            text += self._stops.push(said, may_stop=self.output_tokens >= self._least)
                 case ToolCallPart():
                     yield part
                 case ToolCall():

@@ -11,6 +11,8 @@ two measurements in calm differ is shown as well: on a machine with other work, 
 The attacks on the HTTP port are those of `tests/hostile/http_attacks.py`. There the server has both ports, and each
 pair is taken twice: the victim asks GetSessionInfo over gRPC, and GET /v1/models over HTTP.
 
+Beside constraints that take work, a second victim reads a stream of its own: a call of it is the next token.
+
 On the gRPC port, first in a round comes a burst: on as many connections as one address may have, as many calls as a
 connection may have, all at once, of a peer without a key. It shows what is held of a connection and of a call, and what
 the victim notices until the last of them is refused.
@@ -57,6 +59,8 @@ ONSET_SECONDS = 1.0
 VICTIMS_ADDRESS = "127.0.0.1"
 BESIDE = ", from the victim's address"
 WAYS = ("gRPC", "HTTP")  # of the victim's calls, where the HTTP port is attacked
+STREAM, DEAR = "stream", "constraints that are dear"
+BETWEEN_TOKENS = "; between tokens of a stream"
 # Of these an address that is barred takes no more part; the others harm no more from one address than from another.
 REPEATED = (
     "calls that are headers alone",
@@ -77,6 +81,29 @@ def victim(target: str) -> None:
         session_id = stub.CreateSession(pb.CreateSessionRequest(limit_tokens=100), metadata=metadata).session_id
         request = pb.GetSessionInfoRequest(session_id=session_id)
         asking(lambda: stub.GetSessionInfo(request, metadata=metadata, timeout=30.0), grpc.RpcError)
+
+
+def stream_victim(target: str) -> None:
+    metadata = (("authorization", f"Bearer {KEY}"),)
+    with grpc.insecure_channel(target) as channel:
+        stub = runtime_pb2_grpc.RuntimeServiceStub(channel)
+        strategy = pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=32))
+        session = stub.CreateSession(pb.CreateSessionRequest(strategy=strategy), metadata=metadata).session_id
+        stub.AppendTokens(pb.AppendTokensRequest(session_id=session, token_ids=[1, 2, 3]), metadata=metadata)
+        request = pb.GenerateRequest(session_id=session, max_tokens=32_768)
+        streams: list[Any] = []
+
+        def begin() -> None:
+            for each in streams:  # of tokens that were not read meanwhile
+                each.cancel()
+            streams[:] = [stub.Generate(request, metadata=metadata, timeout=60.0)]
+            call()
+
+        def call() -> None:
+            while next(streams[0]).WhichOneof("payload") != "token_id":
+                pass
+
+        asking(call, grpc.RpcError, before=begin)
 
 
 def http_victim(target: str) -> None:
@@ -251,6 +278,7 @@ def measure(
     found: dict[str, list[dict[str, float]]] = {BURST: []}
     names = (NOTHING, SPIN, *chosen, *(f"{name}{BESIDE}" for name in REPEATED if name in chosen))
     paired: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    streamed: dict[str, list[dict[str, float]]] = {name: [] for name in (NOTHING, SPIN, DEAR) if DEAR in chosen}
     attackers = addresses()
     each: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -272,8 +300,13 @@ def measure(
                     for name, pairs in paired.items():
                         source = VICTIMS_ADDRESS if name.endswith(BESIDE) else next(attackers)
                         pairs.append(pair(watched, name, seconds, source))
+                with child(STREAM, target) as asking:
+                    assert asking.stdout is not None and asking.stdout.readline() == "ready\n"
+                    watched = Watched(target, process.pid, asking)
+                    for name, pairs in streamed.items():
+                        pairs.append(pair(watched, name, seconds, next(attackers)))
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    return found | paired, each
+    return found | paired | {f"{name}{BETWEEN_TOKENS}": pairs for name, pairs in streamed.items()}, each
 
 
 def measure_http(rounds: int, seconds: float) -> dict[str, list[dict[str, float]]]:
@@ -340,6 +373,10 @@ def main(options: argparse.Namespace, _save: Save) -> dict[str, Any]:
         values[f"{name}: calls, attacked / calm"] = record.summarize([one["calls_ratio"] for one in pairs], "ratio")
         values[f"{name}: memory"] = record.summarize([one["mib"] for one in pairs], "MiB")
         values[f"{name}: calls that failed"] = record.exact(sum(one["failed"] for one in pairs), "calls")
+    beside, control = (found.get(f"{name}{BETWEEN_TOKENS}", ()) for name in (DEAR, SPIN))
+    if beside:
+        more = [own["p99_ms"] - other["p99_ms"] for own, other in zip(beside, control, strict=True)]
+        values[f"{DEAR}{BETWEEN_TOKENS}: p99, more than beside one that spins"] = record.summarize(more, "ms")
     return {
         "experiment": "hostile" if options.port == "grpc" else "hostile_http",
         "config": {
@@ -358,4 +395,4 @@ def main(options: argparse.Namespace, _save: Save) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    dict(zip(WAYS, (victim, http_victim), strict=True))[sys.argv[1]](sys.argv[2])
+    dict(zip((*WAYS, STREAM), (victim, http_victim, stream_victim), strict=True))[sys.argv[1]](sys.argv[2])

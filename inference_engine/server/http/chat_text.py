@@ -16,7 +16,7 @@ from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHAR
 from inference_engine.server.http.turn_ends import end_of_turn, template_of
 from inference_engine.session.history import TokenIds
 from kakeya._chat_template import templates_in
-from kakeya._reply_text import ReplyText
+from kakeya.tokenization import ReplyText
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Per file of the tokenizer; a large vocabulary takes 40 MB.

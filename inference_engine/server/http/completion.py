@@ -29,7 +29,7 @@ from inference_engine.server.service import STALL_SECONDS
 from inference_engine.server.status import as_request_error
 from inference_engine.server.stream import EventQueue, Heartbeat, Stall
 from inference_engine.types import Accepted, Event, Failed, Finished, StopReason, TokenCommitted, Truncated
-from kakeya._reply_text import StopStrings
+from kakeya.tokenization import StopStrings
 
 ROUTE = "/v1/chat/completions"
 MAX_BODY_SECONDS = 30.0
@@ -178,7 +178,7 @@ class Answer:
         if event.logprob is not None:
             self._logprobs.append(logprob_entry(*self._chat.token_text(event.token_id), event.logprob))
         shown = self._stops.push(self._text.push(event.token_id))
-        if self._stops.is_matched:
+        if self._stops.matched is not None:
             self.finish_reason = "stop"
         return shown
 

@@ -36,6 +36,8 @@ def test_the_public_names_are_these() -> None:
 def test_the_public_names_of_tokenization_are_these() -> None:
     assert kakeya.tokenization.__all__ == [
         "ChatTokenizer",
+        "ReplyText",
+        "StopStrings",
         "end_of_turn_ids",
         "from_openai_messages",
         "load_tokenizer",

@@ -15,3 +15,4 @@ export {
   type TemplateOptions,
 } from "./chat-tokens.js";
 export { fromOpenAIMessages, type Message } from "./openai-messages.js";
+export { ReplyText, StopStrings } from "./reply-text.js";

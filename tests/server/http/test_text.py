@@ -112,7 +112,7 @@ def test_at_every_token_of_a_real_vocabulary_what_is_shown_is_whole_characters_o
 def stopped(stops: Sequence[str], given_pieces: Sequence[str]) -> tuple[str, bool]:
     strings = StopStrings(stops)
     shown = "".join([strings.push(piece) for piece in given_pieces])
-    return shown + strings.end(), strings.is_matched
+    return shown + strings.end(), strings.matched is not None
 
 
 def expected(stops: Sequence[str], text: str) -> tuple[str, bool]:
@@ -143,8 +143,8 @@ def test_nothing_of_a_stop_string_is_shown_and_only_what_may_become_one_waits(te
     strings, shown = StopStrings(stops), ""
     for count, character in enumerate(text, start=1):
         shown += strings.push(character)
-        if strings.is_matched:
+        if strings.matched is not None:
             break
         waiting = text[len(shown) : count]
         assert waiting == "" or any(stop.startswith(waiting) for stop in stops)
-    assert shown == expected(stops, text)[0] or not strings.is_matched
+    assert shown == expected(stops, text)[0] or strings.matched is None

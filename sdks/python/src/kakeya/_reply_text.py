@@ -70,13 +70,9 @@ class StopStrings:
         self._waiting = ""
         self.matched: str | None = None  # the one that ended the text
 
-    @property
-    def is_matched(self) -> bool:
-        return self.matched is not None
-
     def push(self, piece: str, *, may_stop: bool = True) -> str:
         """The text that can be sent now. may_stop: does a stop string count that is complete by now?"""
-        if self.is_matched:
+        if self.matched is not None:
             return ""
         text = self._waiting + piece
         ends = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]

@@ -69,7 +69,7 @@ class IncrementalDetokenizer:
         piece = self._reply.push(token_id)
         self._reached.append(self._reached[-1] + len(piece))
         shown = self._stops.push(piece, may_stop=len(self._reached) > self._min_tokens + 1)
-        return self._shows(shown, is_over=self._stops.is_matched)
+        return self._shows(shown, is_over=self._stops.matched is not None)
 
     def end(self) -> str:
         """There are no more tokens: the text that was held back."""

@@ -33,10 +33,13 @@ from kakeya._chat_template import NoDefaultTemplate, chosen_template, templates_
 from kakeya._checks import token_ids
 from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
 from kakeya._openai_messages import from_openai_messages
+from kakeya._reply_text import ReplyText, StopStrings
 from kakeya._special_text import Conversation, Respelled, SpecialTextError, SpecialTokens
 
 __all__ = [
     "ChatTokenizer",
+    "ReplyText",
+    "StopStrings",
     "end_of_turn_ids",
     "from_openai_messages",
     "load_tokenizer",
