@@ -1,4 +1,4 @@
-"""Text to ids and back: conversations by the model's template, and reasoning told from what is said."""
+"""Text to ids and back: conversations by the model's template, reasoning apart from what is said."""
 
 from __future__ import annotations
 
