@@ -563,6 +563,11 @@ class Engine:
     def durability(self) -> Durability:
         return self._journal.durability
 
+    @property
+    def has_others(self) -> bool:
+        """May other servers go on with its sessions?"""
+        return self._journal.is_shared
+
     def is_elsewhere(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> bool:
         """May the journal have something that a call needs and that is not in memory? Then `recall` it first.
 

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from inference_engine.errors import InternalError, InvalidArgument, InvariantViolated, RequestError
+from inference_engine.errors import Draining, InternalError, InvalidArgument, InvariantViolated, RequestError
 
 DOMAIN = "kakeya.v1"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -55,6 +55,8 @@ CODES: dict[str, grpc.StatusCode] = {
     "INTERNAL": grpc.StatusCode.INTERNAL,
 }
 
+ELSEWHERE_SECONDS = 0.1  # until a repeat may reach another server
+
 _log = logging.getLogger(__name__)
 
 
@@ -96,15 +98,21 @@ def reason_of(error: RequestError) -> str:
     return error.kind if isinstance(error, InvariantViolated) else error.reason
 
 
-def to_trailers(error: RequestError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata with the rich status, as google.rpc defines it."""
+def to_trailers(error: RequestError, *, has_others: bool = False) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata with the rich status, as google.rpc defines it.
+
+    has_others: other servers have the sessions of one that drains, so its clients need not wait for its restart.
+    """
+    retry_after_seconds = error.retry_after_seconds
+    if has_others and isinstance(error, Draining):
+        retry_after_seconds = ELSEWHERE_SECONDS
     status = status_pb2.Status(code=code_of(error).value[0], message=error.message)
     status.details.add().Pack(
         error_details_pb2.ErrorInfo(domain=DOMAIN, reason=reason_of(error), metadata=error.metadata)
     )
-    if error.retry_after_seconds is not None:
+    if retry_after_seconds is not None:
         delay = Duration()
-        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        delay.FromNanoseconds(int(retry_after_seconds * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     if isinstance(error, InvalidArgument):
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description)

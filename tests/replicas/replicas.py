@@ -211,6 +211,14 @@ class Disturbed:
         time.sleep(0.05 + LONGEST_SECONDS * self._rng.random())
         self._by_how(self._rng.randrange(SERVERS))
         self.counts["disturbances"] += 1
+        if self._by_how != self._kill:  # several at once are kills' alone: else a wait would be for more than one
+            before, until = self._tokens(), time.monotonic() + PATIENCE_SECONDS
+            while any(now <= then for now, then in zip(self._tokens(), before, strict=True)) and not self.is_wrong:
+                assert time.monotonic() < until, "agents do not go on"
+                time.sleep(0.01)
+
+    def _tokens(self) -> list[int]:
+        return [one.counts["tokens"] for one in self.talking]
 
     def _kill(self, which: int) -> None:
         self.moments.append(time.time())

@@ -222,6 +222,15 @@ def test_limits_of_an_owner_hold_for_all_servers_within_some_seconds(database: D
             two.create_session()
 
 
+async def test_clients_of_a_server_that_stops_need_not_wait_for_its_restart(database: Database) -> None:
+    with replica(database, "one") as (one, _):
+        async with serving(one) as here, connected(here) as client:
+            one.drain(0.0)
+            draining = await refused(client.call("CreateSession", pb.CreateSessionRequest()))
+            assert draining.reason == "UNAVAILABLE DRAINING"
+            assert draining.retry_info is not None and draining.retry_info.retry_delay.ToMilliseconds() == 100
+
+
 def test_a_name_is_one_server_s_and_one_that_stops_in_order_leaves_all_at_once(database: Database) -> None:
     with replica(database, "one", lease_seconds=60) as (one, _), replica(database, "two", lease_seconds=60) as (two, _):
         with pytest.raises(ConfigError, match=r"another server of the name 'one'.*--replica"), replica(database, "one"):
