@@ -6,6 +6,9 @@ step in 10 ms; a token's delay from single Generates, against a bare fsync in th
 folder of sessions is made: how long a server takes to start with it and without, and what the first call of a session
 takes that has to be read, with none of its files in the system's memory.
 
+With `--database NAME` a server on that PostgreSQL database takes the place of the one of `process`, and first calls are
+of sessions that it keeps; a record of its own. Where the database is, libpq's variables say (PGHOST, PGUSER, …).
+
 A commit of a step adds rows at the end of one table. The bytes that it writes into the log are counted, and those of
 the same rows in their places by session, where each is on a page of its own.
 """
@@ -35,6 +38,8 @@ from inference_engine.config import EngineConfig, ServerConfig
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import GenerateRecord, ReplyRecord, SessionRecord
 from inference_engine.session.journal_database import PAGE_BYTES
+from inference_engine.session.journals import open_journal
+from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.replies import DIGEST_BYTES
 from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.types import Durability, Mark
@@ -46,6 +51,7 @@ from laboratory.load.samples import percentile
 from laboratory.load.scripted_server import VOCABULARY, WEIGHTS, scripted_child
 
 NONE, PROCESS, POWER = (one.value for one in (Durability.NONE, Durability.PROCESS, Durability.POWER))
+DATABASE = "database"  # PostgreSQL, with `power`
 PACES = {"paced": 1 / 30, "flat out": 1 / 100}  # seconds a step takes at least
 STREAMS = (32, 128)
 WARM_SECONDS = 0.5  # for all streams of a round to begin
@@ -58,7 +64,9 @@ TURNED_VOCABULARY = 151_936  # ids of three bytes; models with less than 65,536 
 GOALS = {
     "goodput, power ÷ none": ("at least", 0.95),
     "goodput, process ÷ none": ("at least", 0.98),
+    "goodput, database ÷ none": ("at least", 0.95),
     "server CPU, power - none": ("at most", 60.0),
+    "server CPU, database - power": ("at most", 30.0),
     "delay of a token, power - none - fsync": ("at most", 1.0),
     "start, kept sessions - none": ("at most", 0.5),
     "first call of a kept session, p99": ("at most", 50.0),
@@ -82,8 +90,11 @@ class Round:
     cpu: float  # seconds of the server's for a token
 
 
-def engine_config(durability: str, folder: Path, **settings: Any) -> EngineConfig:
+def engine_config(durability: str, folder: Path, database: str = "", **settings: Any) -> EngineConfig:
+    """database: the name of that of the server of DATABASE."""
     kept = {} if durability == NONE else {"state_dir": str(folder), "durability": durability}
+    if durability == DATABASE:
+        kept = {"journal": f"postgres:dbname={database}", "durability": POWER, "replica": "bench"}
     return EngineConfig(
         **{
             "max_batch": 128,
@@ -98,12 +109,12 @@ def engine_config(durability: str, folder: Path, **settings: Any) -> EngineConfi
 
 
 @contextlib.contextmanager
-def servers(step_seconds: float, folder: Path) -> Iterator[dict[str, ChildServer]]:
-    """One of each durability."""
+def servers(step_seconds: float, folder: Path, database: str) -> Iterator[dict[str, ChildServer]]:
+    """One of each durability; or with a database."""
     with ExitStack() as stack:
         started = {}
-        for durability in (NONE, PROCESS, POWER):
-            config = engine_config(durability, folder / durability)
+        for durability in (NONE, DATABASE if database else PROCESS, POWER):
+            config = engine_config(durability, folder / durability, database)
             started[durability] = stack.enter_context(scripted_child(config, SERVER, step_seconds=step_seconds))
         yield started
 
@@ -143,10 +154,10 @@ async def one_round(pid: int, sessions: Sequence[AsyncSession], tokens: int) -> 
     return Round(seen / (ended - began), cpu / (len(sessions) * tokens))
 
 
-def streams(seconds: float, rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
+def streams(seconds: float, rounds: int, folder: Path, database: str) -> dict[str, dict[str, Any]]:
     values: dict[str, dict[str, Any]] = {}
     for pace, step_seconds in PACES.items():
-        with servers(step_seconds, folder / pace) as started:
+        with servers(step_seconds, folder / pace, database) as started:
             for count in STREAMS:
                 per_second = min(1 / step_seconds, 30 * max(STREAMS) / count)
                 tokens = round((seconds + WARM_SECONDS) * per_second)
@@ -177,13 +188,17 @@ def in_turns(names: Sequence[str], rounds: int, measure: Callable[[str], float])
 
 def compared(where: str, seen: dict[str, list[Round]]) -> dict[str, dict[str, Any]]:
     values = {}
-    for name in (POWER, PROCESS):
+    for name in (one for one in (POWER, PROCESS, DATABASE) if one in seen):
         pairs = list(zip(seen[name], seen[NONE], strict=True))
         values[f"goodput, {name} ÷ none, {where}"] = record.summarize(
             [one.goodput / other.goodput for one, other in pairs], "ratio"
         )
         values[f"server CPU, {name} - none, {where}"] = record.summarize(
             [1e6 * (one.cpu - other.cpu) for one, other in pairs], "µs/token"
+        )
+    if DATABASE in seen:
+        values[f"server CPU, database - power, {where}"] = record.summarize(
+            [1e6 * (one.cpu - other.cpu) for one, other in zip(seen[DATABASE], seen[POWER], strict=True)], "µs/token"
         )
     for name, found in seen.items():
         values[f"goodput, {name}, {where}"] = record.summarize([one.goodput for one in found], "tokens/s")
@@ -210,7 +225,7 @@ def delays(started: dict[str, ChildServer], rounds: int, folder: Path, calls: in
 
         seen = in_turns([*started, "fsync"], rounds, one_token)
     values = {}
-    for name in (POWER, PROCESS):
+    for name in (one for one in (POWER, PROCESS, DATABASE) if one in seen):
         added = [one - other for one, other in zip(seen[name], seen[NONE], strict=True)]
         values[f"delay of a token, {name} - none, 1 stream"] = record.summarize(added, "ms")
         if name == POWER:
@@ -239,13 +254,14 @@ def syncs(folder: Path, count: int) -> list[float]:
 
 def many(count: int, rounds: int, calls: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Starts with a folder of `count` sessions of IDS ids and with an empty one; first calls of kept sessions."""
-    settings = {"hibernate": "never", "max_sessions": calls + 1}
+    settings: dict[str, Any] = {"hibernate": "never", "max_sessions": calls + 1}
     with (
         scripted_child(engine_config(POWER, folder / "many", **settings), SERVER, step_seconds=0.0) as child,
         Client(child.wait_ready(), retry=NO_RETRIES) as client,
     ):
         client.create_session(strategy=SinkWindow())  # which has no limit: each gets one id more
-    ids = fill(folder / "many", count)
+    with journal_of(folder / "many") as journal:
+        ids = fill(journal, count)
 
     def start(name: str) -> float:
         out_of_memory(folder / "many")
@@ -264,41 +280,62 @@ def many(count: int, rounds: int, calls: int, folder: Path) -> dict[str, dict[st
         values[f"start, {what}"] = record.summarize(seen[name], "s")
     values[f"start, {count:,} sessions of {IDS:,} ids"] = record.summarize(seen["many"], "s")
     out_of_memory(folder / "many")
-    took = []
-    with (
-        scripted_child(engine_config(POWER, folder / "many", **settings), SERVER, step_seconds=0.0) as child,
-        Client(child.wait_ready(), retry=NO_RETRIES) as client,
-    ):
-        client.server_info()
-        for session_id in np.random.default_rng(1).choice(ids, min(calls, count), replace=False):
-            began = time.perf_counter()
-            assert client.session(str(session_id)).append([1]) == IDS + 1  # a look would not bring it back
-            took.append(1e3 * (time.perf_counter() - began))
-    values["first call of a kept session"] = record.summarize(took, "ms")
-    values["first call of a kept session, p99"] = record.exact(percentile(took, 99), "ms")
+    values |= first_calls(engine_config(POWER, folder / "many", **settings), ids, calls)
     size = (folder / "many" / FILE).stat().st_size
     values[f"database ÷ ids, {count:,} sessions, one append each"] = record.exact(size / (4 * IDS * count), "ratio")
     return values
 
 
-def fill(folder: Path, count: int) -> list[str]:
-    """Add `count` sessions to those that a server made. Returns their ids."""
-    with journal_of(folder) as journal:
-        (like,) = (entry.record for entry in journal.everyone())
-        rng = np.random.default_rng(0)
-        found = []
-        for number in range(count):
-            session_id = f"{like.session_id[:-16]}{secrets.token_hex(8)}"
-            list(put(journal, replace(like, session_id=session_id), [(IDS, 0)], rng))
-            found.append(session_id)
-            if number % 64 == 0:
-                assert journal._writer.flush(60.0)
-        folded(journal)  # as a server's are whose sessions rest; a start reads the rows of turns that are not over
-        return found
+def first_calls(config: EngineConfig, ids: Sequence[str], calls: int) -> dict[str, dict[str, Any]]:
+    took = []
+    with (
+        scripted_child(config, SERVER, step_seconds=0.0) as child,
+        Client(child.wait_ready(), retry=NO_RETRIES) as client,
+    ):
+        client.server_info()
+        for session_id in np.random.default_rng(1).choice(ids, min(calls, len(ids)), replace=False):
+            began = time.perf_counter()
+            assert client.session(str(session_id)).append([1]) == IDS + 1  # a look would not bring it back
+            took.append(1e3 * (time.perf_counter() - began))
+    return {
+        "first call of a kept session": record.summarize(took, "ms"),
+        "first call of a kept session, p99": record.exact(percentile(took, 99), "ms"),
+    }
+
+
+def many_in_a_database(database: str, count: int, calls: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """First calls of sessions that are kept there; what the database has in memory stays."""
+    config = engine_config(DATABASE, folder, database, max_sessions=calls + 1)
+    with (
+        scripted_child(config, SERVER, step_seconds=0.0) as child,
+        Client(child.wait_ready(), retry=NO_RETRIES) as client,
+    ):
+        like = client.create_session(strategy=SinkWindow(), label="like").id
+    journal = open_journal(replace(config, replica="filler"), weights=WEIGHTS, metrics=EngineMetrics())
+    try:
+        ids = fill(journal, count, like)
+    finally:
+        journal.stop()
+    return first_calls(config, ids, calls)
+
+
+def fill(journal: Any, count: int, of: str = "") -> list[str]:
+    """Add `count` sessions, like the one that a server made, or like `of`. Returns their ids."""
+    (like,) = (entry.record for entry in journal.everyone() if of in ("", entry.record.session_id))
+    rng = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        session_id = f"{like.session_id[:-16]}{secrets.token_hex(8)}"
+        list(put(journal, replace(like, session_id=session_id), [(IDS, 0)], rng))
+        found.append(session_id)
+        if number % 64 == 0:
+            assert journal._writer.flush(60.0)
+    folded(journal)  # as a server's are whose sessions rest; a start reads the rows of turns that are not over
+    return found
 
 
 def put(
-    journal: SQLiteJournal,
+    journal: KeptJournal,
     kept: SessionRecord,
     turns: Sequence[tuple[int, int]],
     rng: np.random.Generator,
@@ -337,7 +374,7 @@ def journal_of(folder: Path) -> Iterator[SQLiteJournal]:
         journal.stop()
 
 
-def folded(journal: SQLiteJournal) -> None:
+def folded(journal: KeptJournal) -> None:
     """Returns once all that was recorded is written, and turns that ended are folded."""
     assert journal._writer.flush(60.0)
     while journal._tables.to_fold:
@@ -501,6 +538,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--calls", type=int, default=500, metavar="N", help="first calls of kept sessions (default: %(default)s)"
     )
+    parser.add_argument("--database", default="", metavar="NAME", help="of a PostgreSQL server; a record of its own")
     parser.add_argument("--sizes", action="store_true", help="the bytes of the database alone; a record of their own")
 
 
@@ -513,15 +551,18 @@ def main(arguments: argparse.Namespace, _save: Save) -> dict[str, Any]:
         folder = Path(name)
         for pace in PACES:
             (folder / pace).mkdir()
-        values = streams(arguments.seconds, arguments.rounds, folder)
+        values = streams(arguments.seconds, arguments.rounds, folder, arguments.database)
         print("streams are done", flush=True)
-        values |= many(arguments.sessions, min(arguments.rounds, 5), arguments.calls, folder)
-        values |= logs(folder)
+        if arguments.database:
+            values |= many_in_a_database(arguments.database, arguments.sessions, arguments.calls, folder)
+        else:
+            values |= many(arguments.sessions, min(arguments.rounds, 5), arguments.calls, folder)
+            values |= logs(folder)
     rows = verdicts(values)
     for row in rows:
         print(f"{'met   ' if row['met'] else 'MISSED'} {row['value']}: {row['median']:,.3f}, {row['goal']}")
     return {
-        "experiment": "journal_cost",
+        "experiment": "journal_database_cost" if arguments.database else "journal_cost",
         "config": {
             "model": "scripted",
             "rounds": arguments.rounds,

@@ -85,6 +85,9 @@ EXPERIMENTS = {
         "which model families are served, with which strategies, and how exactly",
         needs_model=False,
     ),
+    "growing": Experiment(
+        "laboratory.evaluation.growing", "what saturates first when servers share a database", needs_model=False
+    ),
 }
 
 
