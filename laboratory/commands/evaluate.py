@@ -88,6 +88,7 @@ EXPERIMENTS = {
     "growing": Experiment(
         "laboratory.evaluation.growing", "what saturates first when servers share a database", needs_model=False
     ),
+    "regime-map": Experiment("laboratory.evaluation.regime_map", "which strategy pays where", needs_model=False),
 }
 
 

@@ -22,9 +22,8 @@ from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.evaluation import record
+from laboratory.evaluation import record, traffic
 from laboratory.evaluation.arguments import geometry_of, require_at_least, strategy_argument
-from laboratory.evaluation.bytes_read import bytes_read
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.sessions import circular, turned
@@ -79,6 +78,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         "config": {
             **target.describe(),
             "threads": torch.get_num_threads(),
+            "weight_bytes": traffic.weight_bytes(target.model, target.forward.compute_dtype.itemsize),
             "strategies": list(by_name),
             "lengths": arguments.lengths,
             "batches": arguments.batches,
@@ -91,7 +91,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         "values": values(found),
         "baseline": "full, in the same rounds",
         "tables": {
-            "cost": with_bytes_read(rows(found), by_name, geometry_of(target), tokens),
+            "cost": with_traffic(rows(found), by_name, geometry_of(target), tokens),
             "left out": [{"cell": cell, "reason": reason} for cell, reason in left_out.items()],
         },
     }
@@ -213,13 +213,16 @@ def rows(found: dict[Cell, list[Run]]) -> list[dict[str, Any]]:
     return lines
 
 
-def with_bytes_read(
+def with_traffic(
     lines: Sequence[Mapping[str, Any]], strategies: Mapping[str, KVStrategy], geometry: Geometry, tokens: int
 ) -> list[dict[str, Any]]:
-    """The lines with the bytes that a decoded token reads, on average."""
+    """The lines with the inputs of the traffic model: bytes that a decoded token reads, on average, and whether it has
+    to find them."""
     reported = []
     for line in lines:
         one, first = strategies[line["strategy"]], line["length"] + 2
-        read = [bytes_read(one, geometry, length) for length in range(first, first + tokens - 1)]
-        reported.append({**line, "bytes_read": sum(read) / len(read)})
+        read = [traffic.bytes_read(one, geometry, length) for length in range(first, first + tokens - 1)]
+        reported.append(
+            {**line, "bytes_read": sum(read) / len(read), "finds": traffic.finds(one, geometry, first + tokens - 2)}
+        )
     return reported

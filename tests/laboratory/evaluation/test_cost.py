@@ -68,7 +68,7 @@ def arguments(*typed: str) -> argparse.Namespace:
     return typed_for(add_arguments, *typed)
 
 
-def test_a_run_leaves_a_record_of_what_is_read_and_taken_at_each_length(tiny_target: Target, tmp_path: Path) -> None:
+def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Target, tmp_path: Path) -> None:
     typed = ("--strategies", str(WINDOW), "--lengths", "40", "200", "--rounds=1", "--tokens=5", "--kind=looped")
     payload = main(arguments(*typed), tiny_target)
     path = write_record("cost", {"command": "kakeya evaluate cost", **payload}, results_dir=tmp_path)
@@ -79,3 +79,5 @@ def test_a_run_leaves_a_record_of_what_is_read_and_taken_at_each_length(tiny_tar
     entry_bytes = geometry_of(tiny_target).layers[0].entry_bytes(geometry_of(tiny_target).itemsize)
     assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * entry_bytes
     assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
+    assert not lines["full", 200]["finds"]
+    assert payload["config"]["weight_bytes"] > 0
