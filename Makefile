@@ -192,7 +192,7 @@ soak-long: developed ## conversation after conversation for SECONDS=14400, each 
 soak-kill soak-power soak-faults: $(DEVELOPED) ## kills of a server, losses of power, failing disks: COUNT=200 of them; records in results/
 	@$(BIN)/python scripts/soak_journal.py $(@:soak-%=%) --count $(COUNT) $(ARGS)
 
-soak-replicas: $(DEVELOPED) ## servers on one database behind FRONT=envoy|haproxy|nginx|tcp, HOW=kill|freeze|roll|database, COUNT=200 of each
+soak-replicas: $(DEVELOPED) ## servers on one database behind FRONT=envoy|haproxy|nginx|tcp, HOW=kill|freeze|roll|database|promote, COUNT=200 of each
 	@$(BIN)/python scripts/soak_journal.py replicas --front $(FRONT) --how $(HOW) --count $(COUNT) $(ARGS)
 
 seeded-bugs: developed ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/

@@ -97,7 +97,7 @@ Found = tuple[str, Counter[str], list[str], list[str]]  # a part's name, its cou
 # Of the journal, below inference_engine/session/.
 SOURCES = ("*journal*.py", "postgres*.py", "sqlite_tables.py", "wal_scan.py", "writer.py")
 # Disturbances of one part; how servers are disturbed, and how one with a bug is, which has to be caught.
-DISTURBED_AT_ONCE = {"kill": 100, "freeze": 10, "roll": 20, "database": 6}
+DISTURBED_AT_ONCE = {"kill": 100, "freeze": 10, "roll": 20, "database": 6, "promote": 5}
 DISTURBED_CONTROLS = ("kill", "freeze")
 DISTURBED_LEASE_SECONDS = 5.0
 GAP = "ms of waiting: "  # in a part's counts, with a number behind it, how often
@@ -360,7 +360,7 @@ def disturb_part(seed: int, size: int, *, how: str, front: str, is_control: bool
     from tests.replicas.replicas import EARLY, UNPROVED, disturb
 
     bug = (EARLY if how == "kill" else UNPROVED) if is_control else ""
-    durability = "power" if how == "database" else ("process", "power")[seed % 2]
+    durability = "power" if how in ("database", "promote") else ("process", "power")[seed % 2]
     counts, wrong, gave_up, gaps = disturb(
         how,
         front,

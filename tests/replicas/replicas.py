@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import shutil
 import signal
 import tempfile
 import threading
@@ -39,7 +40,6 @@ FOUND_SECONDS = 5.0  # by then a proxy has found that a server is frozen
 LONGEST_SECONDS = 0.5
 AGENTS = 6  # a third of them by Node.js, where that is built
 TCP = "tcp"
-HOWS = ("kill", "freeze", "roll", "database")
 UNPROVED = "it says what it knows without asking for its lease"
 EARLY = "it answers before it records"
 # What may be answered while a session goes to another server, beside what is true.
@@ -185,7 +185,14 @@ class Disturbed:
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.moments: list[float] = []
-        begun = replicas(database.database(), durability, control=control, lease_seconds=lease_seconds)
+        # Where the database is by turns.
+        self._places = [database.folder, database.folder.with_name(f"{database.folder.name}-2")]
+        dsn = database.database()
+        if how == "promote":
+            hosts = ",".join(map(str, self._places))
+            dsn = dsn.replace(str(database.folder), hosts) + " target_session_attrs=read-write connect_timeout=2"
+            stack.callback(self._end_databases)
+        begun = replicas(dsn, durability, control=control, lease_seconds=lease_seconds)
         self._made, self._begin = stack.enter_context(begun)
         target, ca, self._tell = stack.enter_context(before(name, self._made))
         by_node = agents // 3 if has_node_agents() else 0
@@ -193,7 +200,13 @@ class Disturbed:
         self.talking: list[Agents | NodeAgents] = [Agents(target, agents - by_node, seed, tls=tls or False)]
         if by_node:
             self.talking.append(NodeAgents(target, by_node, seed, ca=ca))
-        self._by_how = {"kill": self._kill, "freeze": self._freeze, "roll": self._roll, "database": self._fail}[how]
+        self._by_how = {
+            "kill": self._kill,
+            "freeze": self._freeze,
+            "roll": self._roll,
+            "database": self._fail,
+            "promote": self._promote,
+        }[how]
         self._agents = agents
 
     def wait_for_sessions(self) -> None:
@@ -246,6 +259,21 @@ class Disturbed:
         if kind == 0:
             time.sleep(self._away_seconds)
         self._database.start()
+
+    def _promote(self, _which: int) -> None:
+        self._places.reverse()
+        shutil.rmtree(self._places[0], ignore_errors=True)
+        with self._database.standby(self._places[0]) as standby:
+            time.sleep(LONGEST_SECONDS * self._rng.random())
+            self.moments.append(time.time())
+            self._database.stop(signal.SIGQUIT)
+            standby.promote()
+        self._database = standby
+
+    def _end_databases(self) -> None:
+        self._database.stop(signal.SIGQUIT)
+        for place in self._places:
+            shutil.rmtree(place, ignore_errors=True)
 
     def _freeze(self, which: int) -> None:
         with ExitStack() as stack:

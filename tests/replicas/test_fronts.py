@@ -23,11 +23,12 @@ from tests.replicas.replicas import EARLY, TCP, UNPROVED, disturb
         ("roll", "envoy", 3),
         ("roll", "haproxy", 3),
         ("database", "envoy", 3),
+        ("promote", TCP, 2),
     ],
 )
 def test_agents_of_both_sdks_notice_pauses_alone(how: str, name: str, count: int) -> None:
     # One that is killed may lose what it was not asked to sync.
-    durability = "power" if how == "database" else "process"
+    durability = "power" if how in ("database", "promote") else "process"
     counts, wrong, gave_up, _ = disturb(
         how, name, count=count, seed=1, durability=durability, agents=5, away_seconds=2.0
     )

@@ -32,8 +32,11 @@ def programs() -> Path | None:
 class PostgresServer:
     """folder: of its socket. databases are made as they are asked for."""
 
-    def __init__(self, folder: Path, bin_folder: Path, *, is_synced: bool) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, bin_folder: Path, *, is_synced: bool, primary: PostgresServer | None = None
+    ) -> None:
+        """primary: what it is a standby of, until it is promoted."""
+        self.folder, self._is_synced = folder, is_synced
         self._bin = bin_folder
         self._data = folder / "data"
         self._count = 0
@@ -42,8 +45,11 @@ class PostgresServer:
             user = _another_user()
             os.chown(folder, user.pw_uid, user.pw_gid)
             self._as_user = ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups")
-        with_user = ("-U", "kakeya", "-A", "trust")
-        self._run("initdb", "-D", str(self._data), *with_user, "-E", "UTF8", "--no-sync", "--no-locale")
+        place = ("-D", str(self._data), "-U", "kakeya", "--no-sync")
+        if primary is None:
+            self._run("initdb", *place, "-A", "trust", "-E", "UTF8", "--no-locale")
+        else:
+            self._run("pg_basebackup", *place, "-h", str(primary.folder), "-R", "-X", "stream", "-c", "fast")
         settings = {
             "listen_addresses": "''",
             "unix_socket_directories": f"'{folder}'",
@@ -81,6 +87,27 @@ class PostgresServer:
             except psycopg.OperationalError:
                 assert process.poll() is None and time.monotonic() < ends, (self.folder / "log").read_text()
                 time.sleep(0.02)
+
+    @contextmanager
+    def standby(self, folder: Path) -> Iterator[PostgresServer]:
+        """A server whose copy of everything is safe before a commit is answered. It lives on as its own."""
+        folder.mkdir(mode=0o711)
+        found = PostgresServer(folder, self._bin, is_synced=self._is_synced, primary=self)
+        try:
+            self.say("alter system set synchronous_standby_names = '*'")
+            self.say("select pg_reload_conf()")
+            ends = time.monotonic() + 60
+            while self.say("select sync_state from pg_stat_replication") != [("sync",)]:
+                assert time.monotonic() < ends, (folder / "log").read_text()
+                time.sleep(0.02)
+            yield found
+        except BaseException:
+            found.stop(signal.SIGQUIT)
+            raise
+
+    def promote(self) -> None:
+        """From a standby to a server that can be written."""
+        self.say("select pg_promote()")
 
     @property
     def pid(self) -> int:
