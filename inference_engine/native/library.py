@@ -141,63 +141,25 @@ class NativeMatrix(ctypes.Structure):
     """A packed matrix. The caller keeps the array of `tiles` alive."""
 
     _fields_ = (
-        ("format", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("format", "outputs", "inputs", "reserved")),
         ("tiles", ctypes.c_void_p),
     )
-    format: int
     outputs: int
     inputs: int
-    reserved: int
-    tiles: int | None
 
 
 class AttentionArguments(ctypes.Structure):
     """Attention of `count` single queries. The caller keeps its arrays alive."""
 
     _fields_ = (
-        ("queries", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("regions", ctypes.c_void_p),
-        ("head_sinks", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("lse", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("query_stride", ctypes.c_int64),
-        ("region_stride", ctypes.c_int64),
-        ("out_stride", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("query_heads", ctypes.c_int32),
-        ("kv_heads", ctypes.c_int32),
-        ("head_dim", ctypes.c_int32),
-        ("value_dim", ctypes.c_int32),
-        ("kv_type", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("scaling", ctypes.c_float),
-        ("softcap", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "regions", "head_sinks", "out", "lse")),
+        *((name, ctypes.c_int64) for name in ("count", "query_stride", "region_stride", "out_stride", "row")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("query_heads", "kv_heads", "head_dim", "value_dim", "kv_type", "reserved")
+        ),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
     )
-    queries: int | None
-    keys: int | None
-    values: int | None
-    regions: int | None
-    head_sinks: int | None
-    out: int | None
-    lse: int | None
-    count: int
-    query_stride: int
-    region_stride: int
-    out_stride: int
-    row: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    kv_type: int
-    scaling: float
-    softcap: float
 
 
 class CodedAs(enum.IntEnum):
@@ -228,7 +190,6 @@ class CodedEntries(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("slot_bytes", "head_bytes", "region_slots", "row", "count")),
         *((name, ctypes.c_int32) for name in ("layers", "heads", "head_dim", "turned", "kv_type", "reserved")),
     )
-    count: int
 
 
 class KeyIndex(ctypes.Structure):
@@ -239,7 +200,6 @@ class KeyIndex(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rank", "bits", "run", "words", "turned", "fast", "crawling")),
         ("reserved", ctypes.c_int32),
     )
-    archive: int | None
 
 
 class NativeLayerDecoder(ctypes.Structure):
@@ -277,7 +237,6 @@ class RestoredRun(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("first", "count", "apart", "row")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "kv_type", "reserved")),
     )
-    count: int
 
 
 class TrellisCodes(ctypes.Structure):
@@ -287,7 +246,6 @@ class TrellisCodes(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("numbers", "values", "weights", "first", "size", "codes")),
         *((name, ctypes.c_int64) for name in ("vectors", "count", "chains")),
     )
-    vectors: int
 
 
 class NativeArchive(ctypes.Structure):
@@ -300,10 +258,6 @@ class NativeArchive(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("most", "tokens", "first", "each")),
         *((name, ctypes.c_int32) for name in ("slots", "is_wide", "is_broken", "reserved")),
     )
-    first: int
-    each: int
-    slots: int
-    is_broken: int
 
 
 class NativeOperation(ctypes.Structure):
@@ -316,23 +270,6 @@ class NativeOperation(ctypes.Structure):
         ("number", ctypes.c_float),
         ("other", ctypes.c_float),
     )
-    kind: int
-    input: int
-    second: int
-    output: int
-    matrix: int
-    vector: int
-    table: int
-    layer: int
-    offset: int
-    heads: int
-    width: int
-    activation: int
-    flag: int
-    groups: int
-    chosen_groups: int
-    number: float
-    other: float
 
 
 _OF_LAYER = ("query_heads", "kv_heads", "head_dim", "value_dim", "key_at", "value_at", "shared", "row")
@@ -384,7 +321,6 @@ class NativeStep(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tokens", "logit_count", "vocabulary", "span_count")),
         ("tap_count", ctypes.c_int32),
     )
-    tokens: int
 
 
 class Threads:
