@@ -34,7 +34,7 @@ TRAINING = "training"
 # Kept for saving and measuring before a call's time is up.
 _LAST_SECONDS = 20.0
 _MEASURED_AT_ONCE = 4
-_BEGIN_RANDOM, _BEGIN_TARGET = "random", "target"
+_BEGIN_RANDOM = "random"
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -73,7 +73,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     drafter.add_argument("--teacher-share", type=float, default=0.5, metavar="P", help="learnt from the distribution")
     drafter.add_argument(
-        "--begin", default=_BEGIN_RANDOM, metavar="random|target|FOLDER",
+        "--begin", default=_BEGIN_RANDOM, metavar="random|FOLDER",
         help="weights to begin with; FOLDER: those of a drafter of this model, of the same shape or with fewer layers "
         "(default: random)",
     )  # fmt: skip
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     from laboratory.training.corpus_store import read_manifest, read_texts
     from laboratory.training.drafter import DrafterPlan, read_log, train
     from laboratory.training.drafter_data import text_set, unused_id
-    from laboratory.training.drafter_init import config_for, new_network, take_target_layers
+    from laboratory.training.drafter_init import config_for, new_network
     from laboratory.training.drafter_measure import acceptance_length
 
     commit = running_commit(args.commit)
@@ -125,9 +125,7 @@ def run(args: argparse.Namespace) -> int:
         chain=args.chain,
     )
     network, began = new_network(config, seed=args.seed), args.begin
-    if args.begin == _BEGIN_TARGET:
-        take_target_layers(network, loaded.model)
-    elif args.begin != _BEGIN_RANDOM:
+    if args.begin != _BEGIN_RANDOM:
         network, began = _stored(in_full(args.begin), config, digest, seed=args.seed)
     plan = DrafterPlan(
         steps=args.steps,
@@ -147,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         out / TRAINING,
         seconds=args.seconds - _LAST_SECONDS - (time.monotonic() - started),
         report=_report,
-        begins_ready=args.begin not in (_BEGIN_RANDOM, _BEGIN_TARGET),
+        begins_ready=args.begin != _BEGIN_RANDOM,
     )
     made = StoredManifest(
         target_digest=digest,

@@ -1,21 +1,18 @@
-"""What a drafter begins with: random weights, or those of the target's own layers where they fit."""
+"""What a drafter begins with: a shape like the target's, and weights that decide nothing yet."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference_engine.models.seam import parents_of
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig, spread_layers
 from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.dflash.target import embedding_scale_of
 from kv_cache_proposer.drafter_errors import DrafterError
-from laboratory.training.capture import attention_modules
 
 # What the last norm multiplies by at first: at one, tokens drawn blindly would look likely.
 _UNDECIDED = 0.2
@@ -88,29 +85,6 @@ def deepened(network: DFlashNetwork, layers: int, *, seed: int) -> DFlashNetwork
     return deeper
 
 
-def take_target_layers(network: DFlashNetwork, model: PreTrainedModel) -> int:
-    """Copy matrices of the target's layers, evenly apart to its last, over those of equal name and shape.
-
-    What the norm before a matrix multiplies by goes into the matrix, the target's last norm into the drafter's.
-    Returns how many matrices were copied.
-    """
-    attentions = attention_modules(model)
-    blocks = parents_of(model, [attentions[layer] for layer in sorted(attentions)])
-    copied = 0
-    for place, layer in enumerate(network.layers):
-        source = blocks[((place + 1) * len(blocks)) // len(network.layers) - 1]
-        given = dict(source.named_parameters())
-        for name, parameter in layer.named_parameters():
-            matrix = given.get(name)
-            if parameter.ndim == 2 and matrix is not None and matrix.shape == parameter.shape:
-                with torch.no_grad():
-                    parameter.copy_(matrix.float() * _factors(source, _NORMS.get(name.split(".")[-2], ()), matrix))
-                copied += 1
-    with torch.no_grad():
-        network.norm.weight.mul_(_factors(model.base_model, ("norm",), network.norm.weight[None]))
-    return copied
-
-
 def tap_scales(taps: Tensor, counts: Tensor) -> Tensor:
     """What brings each number of each tap to about 1: taps [N, T, taps, hidden], counts [N, T] → [taps, hidden].
 
@@ -119,20 +93,3 @@ def tap_scales(taps: Tensor, counts: Tensor) -> Tensor:
     """
     chosen = taps[counts].float()
     return chosen.square().mean(0).add(1e-8).rsqrt()
-
-
-# Which norm, of several spellings, a matrix reads through.
-_NORMS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("input_layernorm",)),
-    **dict.fromkeys(("gate_proj", "up_proj"), ("pre_feedforward_layernorm", "post_attention_layernorm")),
-}
-
-
-def _factors(parent: nn.Module, names: Sequence[str], matrix: Tensor) -> Tensor:
-    """What the first norm there is multiplies each number by: some keep it as 1 + weight, so ones are put through."""
-    for name in names:
-        norm = getattr(parent, name, None)
-        if isinstance(norm, nn.Module):
-            found: Tensor = norm(matrix.new_ones(matrix.shape[1]))
-            return found.float()
-    return torch.ones(matrix.shape[1], device=matrix.device)
