@@ -110,6 +110,10 @@ def test_a_session_that_was_saved_and_its_fork_go_on(strategy: KVStrategy) -> No
     laws.feed(kv, entries, at)
     kv.idle()
     saved = {name: [tuple(part.clone() for part in parts) for parts in own] for name, own in kv.save().items()}
+    kept = [
+        tuple(part.shape[-1] for part in parts) for name, own in saved.items() if "entries" in name for _, *parts in own
+    ]
+    assert {*kept} <= {(layer.entry.width,) for layer in ONCE}, "one vector of a token"
     other = SessionKV(strategy, context(ONCE), laws.LIMIT)
     other.load(at, saved)
     fork = SessionKV(strategy, kv.context, laws.LIMIT, kv.share(at))

@@ -279,8 +279,16 @@ class LayerEntries(LayerSlots, Part):
             saved = {**saved, **part.save(length)}
         return saved
 
-    def _saved_entries(self, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Positions [n] below `length`, keys and values [layers, n, Hkv, D], one segment at a time."""
+    def _saved_entries(self, length: int) -> Iterator[tuple[Tensor, ...]]:
+        """Positions [n] below `length`, keys and values [layers, n, Hkv, D], one segment at a time.
+
+        Keys and values that share numbers are one tensor.
+        """
+        entry = self.layer_set.entry
+        for positions, keys, values in self._segments(length):
+            yield (positions, entry.join(keys, values)) if entry.shared else (positions, keys, values)
+
+    def _segments(self, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         step = self.context.geometry.segment_tokens
         for prefix in self.prefixes:
             for positions, keys, values in prefix.until(length).entries(self.layer_set.layers, step):
@@ -292,7 +300,9 @@ class LayerEntries(LayerSlots, Part):
 
     def load(self, length: int, saved: Saved) -> None:
         self.wipe(np.arange(self.paged_slots(length), dtype=np.int64))
-        for positions, keys, values in saved["entries"]:
+        for positions, *parts in saved["entries"]:
+            # Older copies have keys and values apart.
+            keys, values = parts if len(parts) == 2 else self.layer_set.entry.split(parts[0])
             own = positions.numpy() >= self.layout.base  # the others lie in a shared prefix
             if own.any():
                 first = int(own.argmax())
