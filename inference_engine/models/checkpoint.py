@@ -222,6 +222,7 @@ _ROOTS = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+    ("backbone.", "model."),
     # As a model without its head is saved: transformers reads it for one with a head, too.
     *((f"{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm")),
 )

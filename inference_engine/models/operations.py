@@ -262,7 +262,7 @@ class SelectiveScan(Operation):
         S ← exp(-exp(decay) · t) · S + k (t · v)ᵀ,  output = qᵀ S + skip · v        t = softplus(gate + bias)
 
     input: values, keys and queries of a token (x, B and C), one behind the other. gate: a number for each head. state:
-    of `StepList.states`, which has the sizes. It may write into its inputs.
+    of `StepList.states`, which has the sizes. least: of t. It may write into its inputs.
     """
 
     input: str
@@ -272,6 +272,7 @@ class SelectiveScan(Operation):
     bias: str
     skip: str
     state: int
+    least: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,15 +313,21 @@ class Multiply(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale(Operation):
-    """The register times `factor` and, if there is a `tensor`, its one number."""
+    """The register, or `width` numbers of it from `offset` on, times `factor` and, if there is a `tensor`, its one
+    number."""
 
     register: str
     factor: float = 1.0
     tensor: str | None = None
+    offset: int = 0
+    width: int | None = None
 
     def plain(self, step: PlainStep) -> None:
         factor = self.factor if self.tensor is None else self.factor * step.tensor(self.tensor)
-        step.registers[self.register] = step.registers[self.register] * factor
+        states = step.registers[self.register].clone()
+        end = states.shape[1] if self.width is None else self.offset + self.width
+        states[:, self.offset : end] *= factor
+        step.registers[self.register] = states
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,7 +345,7 @@ class Add(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gated(Operation):
-    """output = activation(first half of input) · second half. activation: `silu` or `gelu_tanh`."""
+    """output = activation(first half of input) · second half. activation: `silu`, `gelu_tanh` or `relu`."""
 
     input: str
     output: str
@@ -349,6 +356,8 @@ class Gated(Operation):
         gate, up = states.float().chunk(2, dim=-1)
         if self.activation == "silu":
             active = gate * gate.sigmoid()
+        elif self.activation == "relu":
+            active = gate.relu()
         else:
             active = 0.5 * gate * (1.0 + (0.7978845608028654 * (gate + 0.044715 * gate**3)).tanh())
         step.registers[self.output] = (active * up).to(states.dtype)
@@ -371,14 +380,15 @@ class SigmoidGate(Operation):
 class Experts(Operation):
     """output = the gated products of the experts that each token is routed to, times their weights.
 
-    router: the register of its logits. matrices: gate, up and down of each expert. bias: a tensor, of `routing`.
+    router: the register of its logits. matrices: gate, up and down of each expert; or up and down, whose product
+    between them is its own gate. bias: a tensor, of `routing`.
     scales: a tensor, of which each expert's weight is multiplied by its number.
     """
 
     input: str
     router: str
     output: str
-    matrices: tuple[tuple[str, str, str], ...]
+    matrices: tuple[tuple[str, ...], ...]
     routing: Router
     activation: str
     bias: str | None = None

@@ -135,6 +135,7 @@ class Routing(enum.IntFlag):
 
     SUMS_TO_ONE = 1
     SIGMOID_SCORES = 2
+    WITHOUT_GATE = 4
 
 
 class NativeMatrix(ctypes.Structure):

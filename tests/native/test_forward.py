@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import CohereConfig, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.models.bamba import BambaConfig
+from transformers.models.falcon_h1 import FalconH1Config
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gemma4 import Gemma4TextConfig
 from transformers.models.gemma4_unified import Gemma4UnifiedTextConfig
@@ -20,6 +22,7 @@ from transformers.models.lfm2 import Lfm2Config
 from transformers.models.lfm2_moe import Lfm2MoeConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
+from transformers.models.nemotron_h import NemotronHConfig
 from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.qwen2_moe import Qwen2MoeConfig
@@ -104,6 +107,31 @@ FAMILIES: dict[str, PretrainedConfig] = {
         residual_multiplier=0.3,
         logits_scaling=4.0,
         layer_types=["linear_attention", "full_attention"] * 2,
+    ),
+    "bamba": BambaConfig(num_hidden_layers=4, attn_layer_indices=[1], mamba_proj_bias=True),
+    "falcon_h1": FalconH1Config(
+        num_hidden_layers=2,
+        mamba_proj_bias=True,
+        mamba_n_groups=2,
+        embedding_multiplier=2.0,
+        key_multiplier=0.5,
+        lm_head_multiplier=0.25,
+        attention_in_multiplier=0.5,
+        attention_out_multiplier=1.5,
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.75,
+        mlp_multipliers=[0.8, 1.2],
+        ssm_multipliers=[0.5, 1.5, 0.75, 1.25, 0.9],
+    ),
+    "falcon_h1 with a norm": FalconH1Config(
+        num_hidden_layers=2, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2
+    ),
+    "falcon_h1 with a gate behind its norm": FalconH1Config(num_hidden_layers=2, mamba_rms_norm=True),
+    "nemotron_h": NemotronHConfig(
+        layers_block_type=["mamba", "moe", "attention", "mlp", "mamba"], routed_scaling_factor=2.5
+    ),
+    "nemotron_h with short experts": NemotronHConfig(
+        layers_block_type=["mamba", "attention", "moe"], moe_latent_size=32
     ),
     "olmo_hybrid": OlmoHybridConfig(num_hidden_layers=4, linear_allow_neg_eigval=True),
 }

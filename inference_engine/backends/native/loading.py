@@ -44,10 +44,11 @@ _NAMES = {ProductIdentity.EXACT: "exact", ProductIdentity.QUANTISED: "int8"}
 # Tensors of a text model; what else a checkpoint has is not read.
 _TEXT = (
     *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
+    *("model.final_layernorm.", "model.embeddings.", "model.norm_f."),
     *("model.embed_tokens_per_layer.", "model.per_layer_model_projection.", "model.per_layer_projection_norm."),
 )
 _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
-_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)")
+_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|up_proj|down_proj)")
 
 
 def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
@@ -198,7 +199,7 @@ def _tensors(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, 
                 found[name] = shape
             continue
         experts, outputs, inputs = shape
-        parts = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else ("down_proj",)
+        parts = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else (match["kind"],)
         for expert in range(experts):
             for part in parts:
                 found[f"{match['layer']}.{expert}.{part}.weight"] = outputs // len(parts), inputs

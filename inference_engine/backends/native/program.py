@@ -81,14 +81,14 @@ _CHUNK, _OPEN = 8, 16
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
-_ACTIVATIONS = ("silu", "gelu_tanh")
+_ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 _WHY = {
     PackError.NO_SUCH_FORMAT: "{name} is stored as {encoding}, which cannot be packed as {wanted}",
     PackError.BROKEN_BLOCKS: "{name} is stored as {encoding}, and its rows are not whole blocks of that",
     PackError.TOO_LARGE: "{name} has numbers that {wanted} cannot hold or that are not finite; use backend=torch",
 }
 _SMALL = (
-    *("mlp.gate.weight", "shared_expert_gate.weight"),
+    *("mlp.gate.weight", "mixer.gate.weight", "router.proj.weight", "shared_expert_gate.weight"),
     *(f"linear_attn.{name}.weight" for name in ("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj")),
 )
 WEIGHTS: Mapping[str, Format | None] = {
@@ -356,6 +356,8 @@ def _attend_earlier(program: Program, operation: AttendEarlier) -> Iterable[Nati
 @KERNELS.of(Scale)
 def _scale(program: Program, operation: Scale) -> Iterable[NativeOperation]:
     one = program.lowered(operation)
+    if operation.width is None:
+        one.width = program.steps.widths[operation.register]
     if operation.tensor is not None:
         one.number *= float(program.numbers(operation.tensor, 1)[0])
     yield one
@@ -441,6 +443,7 @@ def _rule(program: Program, operation: DeltaRule | SelectiveScan) -> Iterable[Na
     program.vector(program.numbers(operation.bias, heads))
     if isinstance(operation, SelectiveScan):
         program.vector(program.numbers(operation.skip, heads))
+        one.number = operation.least
     else:
         one.flag = operation.doubles
     yield one
@@ -455,7 +458,7 @@ def _rotate(program: Program, operation: Rotate) -> Iterable[NativeOperation]:
 
 @KERNELS.of(Experts)
 def _experts(program: Program, operation: Experts) -> Iterable[NativeOperation]:
-    one, packed, hidden = program.lowered(operation), program.packed, program.steps.hidden
+    one, packed, hidden = program.lowered(operation), program.packed, program.steps.widths[operation.input]
     routing = operation.routing
     one.heads, one.groups, one.chosen_groups = routing.chosen, routing.groups, routing.chosen_groups
     one.flag = routing.sums_to_one * Routing.SUMS_TO_ONE | (routing.scores == "sigmoid") * Routing.SIGMOID_SCORES
@@ -465,13 +468,15 @@ def _experts(program: Program, operation: Experts) -> Iterable[NativeOperation]:
     if operation.scales is not None:
         one.table = program.vector(program.numbers(operation.scales, len(operation.matrices)))
     one.matrix = len(packed.matrices)
-    together = all(len([*packed.alike([gate, up])]) == 1 for gate, up, _ in operation.matrices)
+    together = all(len([*packed.alike(first)]) == 1 for *first, _ in operation.matrices)
+    is_gated = len(operation.matrices[0]) == 3
     one.width = 2 if together else 3  # matrices of an expert
-    for gate, up, down in operation.matrices:
-        inner = packed.rows(gate)
-        if packed.rows(up) != inner:
-            raise ModelError(f"{gate} and {up} differ in their outputs; the weights do not fit config.json")
-        for names in ([gate, up],) if together else ([gate], [up]):
+    one.flag |= (not is_gated) * Routing.WITHOUT_GATE
+    for *first, down in operation.matrices:
+        inner = packed.rows(first[0])
+        if packed.rows(first[-1]) != inner:
+            raise ModelError(f"{' and '.join(first)} differ in their outputs; the weights do not fit config.json")
+        for names in (first,) if together else ([name] for name in first):
             packed.add(names, (inner * len(names), hidden))
         packed.add([down], (hidden, inner))
     yield one

@@ -110,9 +110,9 @@ class LoadedTensors:
                     gate, up = both.chunk(2)
                     self._tensors[f"{head}.experts.{expert}.gate_proj.weight"] = gate
                     self._tensors[f"{head}.experts.{expert}.up_proj.weight"] = up
-            elif last == "down_proj":
-                for expert, down in enumerate(states):
-                    self._tensors[f"{head}.experts.{expert}.down_proj.weight"] = down
+            elif head and last in ("up_proj", "down_proj"):
+                for expert, own in enumerate(states):
+                    self._tensors[f"{head}.experts.{expert}.{last}.weight"] = own
             else:
                 self._tensors[name] = states
 

@@ -44,6 +44,7 @@ from inference_engine.models.operations import (
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 LANES = 16  # numbers that a kernel takes at once
+SQUARED = "relu2"
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -93,12 +94,12 @@ class ListWriter:
         """Is there such a tensor?"""
         return name in self.names
 
-    def embed(self, *, factor: float = 1.0) -> None:
+    def embed(self, *, factor: float = 1.0, matrix: str = EMBEDDING) -> None:
         """hidden = the embedding of each token, times `factor`."""
         if self.hidden < 1:
             raise NoStepListError(f"hidden_size is {self.hidden}")
         self.widths |= dict.fromkeys(("hidden", "normed", "delta", "last"), self.hidden)
-        self.embed_as(EMBEDDING, "hidden", factor=factor)
+        self.embed_as(matrix, "hidden", factor=factor)
 
     def embed_as(self, matrix: str, output: str, *, factor: float = 1.0) -> None:
         """output = the row of each token in a matrix, times `factor`."""
@@ -127,6 +128,8 @@ class ListWriter:
         is_gated: bool = False,
         norms_all_heads: bool = False,
         norms_values: bool = False,
+        key_factor: float = 1.0,
+        module: str = "self_attn",
         names: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj"),
     ) -> None:
         """delta = attention of normed: projections `q_proj`, `k_proj`, `v_proj` or `qkv_proj`, norms `q_norm` and
@@ -135,9 +138,10 @@ class ListWriter:
 
         scaling: of scores; None: the inverse root of a head's size. is_gated: does `q_proj` give each head a gate of
         what it attends to, behind its query? norms_all_heads: is a norm one of all heads together? norms_values: have
-        values one, without weights? names: of the norms and of the last projection.
+        values one, without weights? key_factor: of keys. module: its name in the layer. names: of the norms and of the
+        last projection.
         """
-        geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
+        geometry, prefix = layer.geometry, f"{layer.prefix}{module}."
         assert geometry is not None and layer.stored is not None, "it has attention"
         queries, keys, dim = geometry.query_heads, geometry.kv_heads, geometry.head_dim
         if dim < 1 or dim % LANES:
@@ -174,13 +178,15 @@ class ListWriter:
             if self.has(f"{prefix}{name}.weight"):
                 width, pieces = (count * dim, 1) if norms_all_heads else (dim, count)
                 self._norm(f"{prefix}{name}", heads, heads, width=width, heads=pieces, offset=offset)
+        if keeps:
+            self.scale(heads, key_factor, offset=queries * dim, width=keys * dim)
         if norms_values and keeps:
             self.unit_norm(heads, heads, width=dim, heads=keys, offset=turned * dim)
         if geometry.rotary != UNROTATED:
             self.operations.append(Rotate(register=heads, rotary=geometry.rotary, heads=turned, width=dim))
         order = _still_first(geometry)
         if order is not None:
-            self._share(layer, heads, order, f"{layer.keeper}self_attn.{names[1]}.weight")
+            self._share(layer, heads, order, f"{layer.keeper}{module}.{names[1]}.weight")
         scale = float(dim) ** -0.5 if scaling is None else scaling
         attend = Attend if keeps else AttendEarlier
         self.operations.append(attend(input=heads, output=mixed, layer=layer.stored, scaling=scale, softcap=softcap))
@@ -265,10 +271,23 @@ class ListWriter:
         self.product(mixed, "delta", f"{prefix}{names[1]}")
 
     def scan(
-        self, prefix: str, state: int, *, inputs: str, gates: str, outer: str, epsilon: float, groups: int
+        self,
+        prefix: str,
+        state: int,
+        *,
+        inputs: str,
+        gates: str,
+        outer: str,
+        epsilon: float,
+        groups: int,
+        least: float = 0.0,
+        gates_first: bool = True,
     ) -> None:
         """delta = a state space of the registers `inputs` (values, keys, queries) and `gates`, behind the convolution
-        `conv1d`; then a norm of `groups`, gated by `outer` before, and a projection."""
+        `conv1d`; then a norm of `groups` if there is one, gated by `outer` before or behind it, and a projection.
+
+        least: of the sizes of steps.
+        """
         sizes = self.states[state]
         width = sizes.value_heads * sizes.value_dim
         mixed = self.register("mixed by states", width)
@@ -282,18 +301,29 @@ class ListWriter:
                 bias=self._own(f"{prefix}dt_bias"),
                 skip=self._own(f"{prefix}D"),
                 state=state,
-            ),
-            GatedNorm(
-                input=mixed,
-                gate=outer,
-                output=mixed,
-                weights=self._own(f"{prefix}norm.weight"),
-                epsilon=epsilon,
-                width=width // groups,
-                heads=groups,
-                first=True,
-            ),
+                least=least,
+            )
         ]
+        if self.has(weights := f"{prefix}norm.weight"):
+            if groups > 1 and not gates_first:
+                raise NoStepListError(f"{weights} is of {groups} groups, which are gated behind it")
+            self.operations.append(
+                GatedNorm(
+                    input=mixed,
+                    gate=outer,
+                    output=mixed,
+                    weights=weights,
+                    epsilon=epsilon,
+                    width=width // groups,
+                    heads=groups,
+                    first=gates_first,
+                )
+            )
+        else:
+            both = self.register("gates of states", 2 * width)
+            self.slice(outer, both, first=0, count=width)
+            self.slice(mixed, both, first=0, count=width, offset=width)
+            self.activate(both, mixed, "silu")
         self.product(mixed, "delta", f"{prefix}out_proj")
 
     def convolve(self, register: str, state: int, *modules: str, activation: str | None = None) -> str:
@@ -340,10 +370,12 @@ class ListWriter:
         activation: str,
         output: str = "delta",
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        gate_factor: float = 1.0,
     ) -> None:
         """output = down_proj(activation(gate_proj(normed)) · up_proj(normed)), or of `gate_up_proj`.
 
-        inner: the width between them. activation: under transformers' name. names: of the projections.
+        inner: the width between them. activation: under transformers' name. names: of the projections. gate_factor: of
+        what is activated.
         """
         inner = inner or 0
         gates, between = self.register("gates", 2 * inner), self.register("inner", inner)
@@ -351,8 +383,17 @@ class ListWriter:
         if self.has(f"{prefix}gate_up_proj.weight"):
             both = ["gate_up_proj"]
         self.product("normed", gates, *(f"{prefix}{name}" for name in both))
+        self.scale(gates, gate_factor, width=inner)
         self.activate(gates, between, activation)
         self.product(between, output, f"{prefix}{last}")
+
+    def squared(self, prefix: str, *, inner: int, output: str = "delta") -> None:
+        """output = down_proj of the squares of what is positive of up_proj(normed)."""
+        twice, between = self.register("gates", 2 * inner), self.register("inner", inner)
+        self.product("normed", twice, f"{prefix}up_proj", count=inner)
+        self.slice(twice, twice, first=0, count=inner, offset=inner)
+        self.operations.append(Gated(input=twice, output=between, activation="relu"))
+        self.product(between, output, f"{prefix}down_proj")
 
     def experts(
         self,
@@ -365,11 +406,13 @@ class ListWriter:
         scales: str | None = None,
         gate: str = "gate",
         chooses_by: str = "normed",
+        registers: tuple[str, str] = ("normed", "delta"),
     ) -> None:
         """delta = the mixture of `count` experts of normed, which `router` chooses by the logits of `gate`.
 
-        bias: the tensor that the router adds to scores. scales: the tensor of each expert's factor. chooses_by: the
-        register of which the logits are made.
+        activation: under transformers' name; `relu2` of experts without a gate. bias: the tensor that the router adds
+        to scores. scales: the tensor of each expert's factor. chooses_by: the register of which the logits are made.
+        registers: in place of normed and delta.
         """
         try:
             router.check(count)
@@ -377,18 +420,19 @@ class ListWriter:
             raise NoStepListError(str(error)) from error
         logits = self.register("router", count)
         self.product(chooses_by, logits, f"{prefix}{gate}")
-        parts = ("gate_proj", "up_proj", "down_proj")
+        squares = activation == SQUARED
+        parts = ("up_proj", "down_proj") if squares else ("gate_proj", "up_proj", "down_proj")
         matrices = ([self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts] for expert in range(count))
         self.operations.append(
             Experts(
-                input="normed",
+                input=registers[0],
                 router=logits,
-                output="delta",
-                matrices=tuple((gate, up, down) for gate, up, down in matrices),
+                output=registers[1],
+                matrices=tuple(map(tuple, matrices)),
                 routing=router,
                 bias=None if bias is None else self._own(bias),
                 scales=None if scales is None else self._own(scales),
-                activation=_activation(activation),
+                activation="relu" if squares else _activation(activation),
             )
         )
 
@@ -406,22 +450,37 @@ class ListWriter:
         """output += register · factor."""
         self.operations.append(Add(input=register, output=output, factor=factor))
 
-    def head(self, *, softcap: float | None = None, norm: str = "model.norm", factor: float = 1.0) -> None:
+    def head(
+        self,
+        *,
+        softcap: float | None = None,
+        norm: str = "model.norm",
+        factor: float = 1.0,
+        embedding: str = EMBEDDING,
+    ) -> None:
         """The logits of the queries asked for, by the head or, if there is none, the embedding, times `factor`."""
         self.operations.append(Select(input="hidden", output="last"))
         self.norm(norm, "last", "last")
-        if factor != 1.0:
-            self.scale("last", factor)
-        head = HEAD if self.has(HEAD) else EMBEDDING
+        self.scale("last", factor)
+        head = HEAD if self.has(HEAD) else embedding
         biases = ("lm_head.bias",) if self.has("lm_head.bias") else ()
         self.operations.append(Product(input="last", output=None, matrices=(head,), biases=biases))
         if softcap is not None:
             self.operations.append(Softcap(limit=softcap))
 
-    def scale(self, register: str, factor: float = 1.0, tensor: str | None = None) -> None:
-        """The register times `factor` and the one number of a tensor."""
+    def scale(
+        self,
+        register: str,
+        factor: float = 1.0,
+        tensor: str | None = None,
+        *,
+        offset: int = 0,
+        width: int | None = None,
+    ) -> None:
+        """The register, or a part of it, times `factor` and the one number of a tensor."""
         own = None if tensor is None else self._own(tensor)
-        self.operations.append(Scale(register=register, factor=factor, tensor=own))
+        if own is not None or factor != 1.0:
+            self.operations.append(Scale(register=register, factor=factor, tensor=own, offset=offset, width=width))
 
     def activate(self, register: str, output: str, activation: str) -> None:
         """output = activation(first half of register) · second half."""

@@ -275,10 +275,11 @@ static void prepare_delta(const StateLayer& l, float* inputs, float* gates, cons
 
 // What a token's output has of its own value; its value times its step, and the logarithm of its decay.
 static void prepare_scan(const StateLayer& l, float* inputs, float* gates, float* out, const float* rates,
-                         const float* bias, const float* skips) {
+                         const float* bias, const float* skips, float least) {
   for (int64_t head = 0; head < l.value_heads; head++) {
     float *x = inputs + head * l.value_dim, *y = out + head * l.value_dim;
     float given = gates[head] + bias[head], size = given > 20.0f ? given : std::log1p(std::exp(given));
+    if (size < least) size = least;
     gates[head] = rates[head] * size;
     for (int64_t i = 0; i < l.value_dim; i += LANES) {
       F own = load(x + i);
@@ -330,12 +331,12 @@ static void delta_rule(Threads& threads, const StateLayer& l, const Step& step, 
 }
 
 static void selective_scan(Threads& threads, const StateLayer& l, const Step& step, RuleRegisters r, const float* rates,
-                           const float* bias, const float* skips) {
+                           const float* bias, const float* skips, float least) {
   int64_t values = l.value_heads * l.value_dim;
   r.values_at = 0, r.keys_at = values, r.queries_at = values + l.key_heads * l.key_dim, r.decays_at = 0;
   run_rule<false>(threads, l, step, r, [&](int64_t token) {
     prepare_scan(l, r.inputs + token * r.input_width, r.gates + token * r.gate_width, r.out + token * r.out_width,
-                 rates, bias, skips);
+                 rates, bias, skips, least);
   });
 }
 

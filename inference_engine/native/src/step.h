@@ -31,6 +31,7 @@ static void norm(const float* x, const float* weights, float epsilon, int64_t wi
 }
 
 INLINE F activated(F x, int32_t activation) {
+  if (activation == RELU) return mul(x, where_least(x, 0.0f, all(1.0f)));  // zero times what is not a number is none
   if (activation == SILU) return divide(x, add(all(1.0f), exponential(sub(all(0.0f), x))));
   // GELU by tanh (Hendrycks and Gimpel, arXiv 1606.08415)
   F inner = mul(all(0.7978845608028654f), fma(mul(mul(x, x), x), all(0.044715f), x));
@@ -330,7 +331,7 @@ class Run {
   void scan(const Operation& o) {
     clear_padding(o.output);
     const float* const* own = &p_.vectors[o.vector];
-    selective_scan(*p_.threads, p_.states[o.layer], s_, registers_of(o), own[0], own[1], own[2]);
+    selective_scan(*p_.threads, p_.states[o.layer], s_, registers_of(o), own[0], own[1], own[2], o.number);
   }
 
   RuleRegisters registers_of(const Operation& o) {
@@ -347,10 +348,9 @@ class Run {
   }
 
   void scale(const Operation& o) {
-    int64_t count = width(o.input);
     each(tokens_, [&](int64_t token) {
-      float* x = at(o.input) + token * count;
-      for (int64_t i = 0; i < count; i++) x[i] *= o.number;
+      float* x = at(o.input) + token * width(o.input) + o.offset;
+      for (int64_t i = 0; i < o.width; i++) x[i] *= o.number;
     });
   }
 
@@ -447,7 +447,8 @@ class Run {
     int64_t begin = m.first[(size_t)expert], n = m.first[(size_t)expert + 1] - begin, hidden = width(o.input);
     if (!n) return;
     const Matrix *first = &p_.matrices[o.matrix + o.width * expert], &down = first[o.width - 1];
-    int64_t middle = o.width == 2 ? first->outputs / 2 : first->outputs;
+    bool is_gated = !(o.flag & WITHOUT_GATE);
+    int64_t middle = o.width == 2 && is_gated ? first->outputs / 2 : first->outputs;
     float* inputs = input_memory.of<float>(n * hidden + LANES);
     float* gates = gate_memory.of<float>(n * 2 * middle + LANES);
     float* inner = inner_memory.of<float>(n * middle + LANES);
@@ -456,7 +457,11 @@ class Run {
     Identity identity = (Identity)p_.identity;
     for (const Matrix* own = first; own < &down; own++)
       linear(threads, *own, identity, inputs, hidden, n, gates + (own - first) * middle, 2 * middle);
-    each(threads, n, [&](int64_t i) { gate(gates + i * 2 * middle, inner + i * middle, middle, o.activation); });
+    each(threads, n, [&](int64_t i) {
+      float* own = gates + i * 2 * middle;
+      if (!is_gated) memcpy(own + middle, own, (size_t)middle * sizeof(float));
+      gate(own, inner + i * middle, middle, o.activation);
+    });
     linear(threads, down, identity, inner, middle, n, &p_.mixture.outputs[(size_t)(begin * hidden)], hidden);
   }
 

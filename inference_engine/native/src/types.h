@@ -232,18 +232,18 @@ enum Kind : int32_t {
   EMBED, NORM, PRODUCT, ROTATE, ATTEND, ADD, GATED, TAP, SELECT, SOFTCAP, EXPERTS, GIVEN, WRITE, SIGMOID_GATE,
   SLICE, CONVOLVE, DELTA_RULE, GATED_NORM, SELECTIVE_SCAN, MULTIPLY, SCALE, ARRANGE
 };
-enum Activation : int32_t { SILU, GELU_TANH };
-enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2 };  // bits of an EXPERTS' flag
+enum Activation : int32_t { SILU, GELU_TANH, RELU };
+enum Routing : int32_t { SUMS_TO_ONE = 1, SIGMOID_SCORES = 2, WITHOUT_GATE = 4 };  // bits of an EXPERTS' flag
 
 // input, second, output: registers; an output of -1 is the logits. matrix, vector, table, layer: indexes, or -1.
 // [offset, offset + heads · width): the part of a register that a norm or a rotation is about.
 // SLICE: `layer` has where in `output` it begins, `flag` how many numbers of a head, from `offset` on.
 // CONVOLVE, DELTA_RULE: `layer` names one of the layers that keep a state. CONVOLVE: `vector` has the weights, `matrix`
 // the number of another vector, the bias, or -1; `flag`: SiLU. DELTA_RULE: `vector` has the rates of decay, the next one
-// its bias; `flag`: beta is doubled. SELECTIVE_SCAN: the same, and its skips. GATED_NORM: `flag`: the gate
-// comes first.
+// its bias; `flag`: beta is doubled. SELECTIVE_SCAN: the same, and its skips; `number`: the least size of a step.
+// GATED_NORM: `flag`: the gate comes first. SCALE: of `width` numbers from `offset` on.
 // EXPERTS: `second` has the router's logits, `heads` experts are chosen; `width` matrices of each: gate and up below each
-// other, and down, or all three; `vector`: what is added to scores before they are compared; `table`: the number of
+// other, and down, or all three, or of experts without a gate up and down; `vector`: what is added to scores before they are compared; `table`: the number of
 // another one, of factors of the experts' weights, or -1.
 // ATTEND: `flag`: nothing is written, and the input is queries alone. ARRANGE: `matrix` is the number of a vector of int32,
 // where each number comes from, `vector` what it is multiplied by.
