@@ -67,6 +67,7 @@ EXPERIMENTS = {
     ),
     "backstop": Experiment("laboratory.evaluation.backstop", "the fewest layers that must be kept full"),
     "waking": Experiment("laboratory.evaluation.waking", "what idle sessions hold, and how soon they go on"),
+    "restore-cache": Experiment("laboratory.evaluation.restore_cache", "what room for restored entries gains"),
     "forks": Experiment("laboratory.evaluation.forks", "what forks hold and take, against prefilling anew"),
     "rewind": Experiment("laboratory.evaluation.rewind", "the first token after going back, against prefilling anew"),
     "restoration": Experiment(

@@ -53,6 +53,7 @@ from tests.server.http.client import asking, http_client, serving_http, tiny_cha
 from tests.server.wire import HISTORY, Client, connected, held, refused, serving, until
 from tests.session.talks import until_folded
 from tests.tiny import tiny_engine
+from tests.tiny_native import library, served_engine
 
 POISON = 77  # the id at which the scripted device does what its script says
 
@@ -362,6 +363,17 @@ async def a_session_read_from_a_file(seen: Seen) -> None:
             seen.look(engine)
 
 
+async def entries_that_stay_restored(seen: Seen) -> None:
+    select = "restored:source=latent,bytes_per_token=160,mode=select,sink=2,window=17,budget=63,rank=5,bits=3,run=1"
+    library()
+    with served_engine() as engine:
+        seen.begin(engine)
+        session = engine.create_session(strategy=parse_strategy(select)).session_id
+        engine.append(session, [token % 128 for token in range(100)])
+        assert list(engine.generate(session, GenerateParams(max_tokens=3)))
+        seen.look(engine)
+
+
 async def test_every_instrument_is_moved_by_something_that_happens() -> None:
     """Every instrument is set."""
     seen = Seen()
@@ -383,6 +395,7 @@ async def test_every_instrument_is_moved_by_something_that_happens() -> None:
         a_folder_of_sessions,
         a_journal_that_is_away,
         a_session_read_from_a_file,
+        entries_that_stay_restored,
     )
     for scenario in scenarios:
         await scenario(seen)

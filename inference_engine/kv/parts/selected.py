@@ -71,6 +71,7 @@ class SelectedEntries(StreamedEntries):
             is_open = self._cache.open(placement, self._archive)
         except Exception as error:
             self._drop_room()
+            self._cache.release()
             raise RestorationFailed(error) from error
         if not is_open:
             self._drop_room()
@@ -80,9 +81,7 @@ class SelectedEntries(StreamedEntries):
         return True
 
     def idle(self, length: int | None) -> None:
-        assert self._ahead is None, "entries are out of their slots"
-        super()._drop_room()
-        self._spare = ()
+        super().idle(length)
         self._cache.rest()
 
     def _lend_spare(self) -> None:
@@ -101,8 +100,18 @@ class SelectedEntries(StreamedEntries):
             raise RestorationFailed(error) from error
 
     def forget(self, at: int, length: int) -> None:
+        if at:
+            self._cache.rest()  # what is archived after a rewind was archived before it
+        else:
+            self._cache.release()
         super().forget(at, length)
         self._finite.forget()
+
+    def release(self) -> None:
+        try:
+            super().release()
+        finally:
+            self._cache.release()
 
     @property
     def spare_bytes(self) -> int:
@@ -141,7 +150,6 @@ class SelectedEntries(StreamedEntries):
     def _drop_room(self) -> None:
         super()._drop_room()
         self._spare = ()
-        self._cache.release()
 
     def report(self, held: Held, length: int, end: int) -> None:
         super().report(held, length, end)
