@@ -364,7 +364,8 @@ def _drawn_on_host(
             if mask is not None:
                 bits = bits_of(mask, len(row))
                 if np.count_nonzero(bits) > MOST:
-                    left, ids = np.where(bits, row, np.float32(-np.inf)), None
+                    left, ids = row.copy(), None
+                    np.copyto(left, np.float32(-np.inf), where=~bits)
                 else:
                     ids = bits.nonzero()[0]
                 if is_greedy or (ids is not None and len(ids) == 1):
