@@ -40,7 +40,7 @@ SANITIZED = (
     *(f"test_choosing.compare_{each}" for each in ("choosing", "models", "equals", "rounded", "tiles")),
     *(f"test_choosing.compare_{each}" for each in ("restoring", "long_codes")),
     *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
-    "test_ragged_attention.compare_beside_selections",
+    *(f"test_ragged_attention.compare_{each}" for each in ("beside_selections", "tiles")),
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),
     "test_step_ends.compare_ends",
     *(f"test_latents.compare_{each}" for each in ("codes", "restored", "analysed", "parts", "broken")),

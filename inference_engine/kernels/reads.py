@@ -206,6 +206,11 @@ class StagedReads:
             return ()
         return tuple(sorted((record for record, _ in self._found.values()), key=_order))
 
+    @property
+    def upto(self) -> int:
+        """Queries that read so are among the first so many of the step."""
+        return max((end for _, end in self._found.values()), default=0)
+
     def staged(self, tokens: int) -> tuple[StagedRead, ...]:
         """tokens: as StagedRead has it."""
         return tuple(StagedRead(record, self._found[record.served_with][1], tokens) for record in self.records)
@@ -220,7 +225,8 @@ class AttentionCall:
     """Attention of single queries, each over what its line says.
 
     queries [N, Hq, Dk] · keys [R, Dk], values [R, Dv], vectors of the pool · lines [N, FIELDS]. Vectors lie as far
-    apart in values as in keys. kv_heads: Hkv. reads: the records of the step but plain ones.
+    apart in values as in keys. kv_heads: Hkv. reads: the records of the step but plain ones. has_chunks: are there
+    neighbours of one session? Kernels may then read once what these share.
     """
 
     queries: Tensor
@@ -232,6 +238,7 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     reads: Sequence[StagedRead] = ()
+    has_chunks: bool = False
 
     def __post_init__(self) -> None:
         assert self.keys.stride() == self.values.stride() == (self.row, 1), "vectors lie differently"
@@ -305,8 +312,8 @@ class RaggedAttention(Protocol):
 class AttentionByRecord:
     """Implements RaggedAttention: plain reads by one kernel, and those of each record by the record's own.
 
-    alone_upto: in a step of so many queries at most, the kernel of its only record serves all of them. is_even: must
-    values be as large as keys?
+    alone_upto: in a step of so many queries at most, none of which share what they read, the kernel of its only record
+    serves all of them. is_even: must values be as large as keys?
     """
 
     name: str
@@ -326,11 +333,12 @@ class AttentionByRecord:
                 f"kernels of the executor {self.name!r} read values as large as keys, not values of {out.shape[2]} "
                 f"numbers beside keys of {call.head_dim}; start with kernels=plain"
             )
-        is_alone = len(call.reads) == 1 and len(call.queries) <= self.alone_upto
+        is_alone = len(call.reads) == 1 and len(call.queries) <= self.alone_upto and not call.has_chunks
         if not is_alone:
             self.regions(call, out)
         for read in call.reads:
-            _kernel(type(read.record), self.name)(call, out, read, serves_all=is_alone)
+            some = slice(None) if is_alone else slice(read.upto)
+            _kernel(type(read.record), self.name)(call.of(some), out[some], read, serves_all=is_alone)
         return out
 
 

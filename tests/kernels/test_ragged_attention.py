@@ -277,11 +277,15 @@ def device_of_kernels() -> torch.device:
     """A GPU, or where there is none the interpreter, set to cut queries into fewer parts."""
     if torch.cuda.is_available():
         return torch.device("cuda")
-    from inference_engine.kernels.triton import block_selection, few_queries, gather, ragged_attention
+    from inference_engine.kernels.triton import block_selection, few_queries, gather, query_tiles, ragged_attention
 
     # It takes long for each program: fewer than would fill a GPU.
     ragged_attention._PROGRAMS, ragged_attention._MOST_PARTS, ragged_attention._LEAST_PART = 32, 3, 64
-    ragged_attention._TILES_IN_RUNS, ragged_attention._MERGED_AT_ONCE = 32, 2
+    ragged_attention._MERGED_AT_ONCE = 2
+    query_tiles._PROCESSORS, query_tiles._LEAST_PART, query_tiles._MERGED, query_tiles._MERGED_OF_FEW = 7, 1, 2, 4
+    query_tiles._OF_FEW = query_tiles._OF_FEW._replace(slots=16)
+    query_tiles._OF_MANY = query_tiles._OF_MANY._replace(rows=64, slots=16)
+    query_tiles._OF_FLOATS = query_tiles._OF_FLOATS._replace(slots=16)
     few_queries._TILE, few_queries._PROGRAMS = few_queries._TILE._replace(rows=16), 12
     few_queries._PROGRAMS_OF_ONE = 6
     gather._PARTS, gather._PARTS_OF_MANY = 6, 2
@@ -379,6 +383,28 @@ def compare_beside_selections() -> None:
             assert torch.allclose(out.cpu(), expected[some], atol=2e-5), (build, first)
 
 
+def compare_tiles() -> None:
+    """Tiles of neighbouring queries, over memory that begins as rubbish: few and many, alone and beside others'."""
+    from inference_engine.kernels.triton import query_tiles
+
+    device = device_of_kernels()
+    poison(query_tiles)
+    is_quick = device.type == "cuda"
+    kinds = {torch.float32: 2e-5, torch.bfloat16: 4e-2} if is_quick else {torch.float32: 2e-5, torch.float16: 2e-2}
+    shapes = SHAPES if is_quick else [(4, 1, 24), (4, 2, 16)]
+    for (dtype, tolerance), shape in zip(kinds.items(), shapes, strict=False):
+        for build in (case, chunks, forks):
+            queries, keys, values, regions, alone = build(shape, dtype)
+            expected = torch.cat(alone)
+            call = AttentionCall(queries, keys, values, regions, kv_heads=shape[1], scaling=shape[2] ** -0.5)
+            for count, first in ((len(queries), 0), (3, 1), (1, 0), (37, 20)):
+                some = slice(first, min(len(queries), first + count))
+                out = torch.full_like(queries[some], float("nan"), device=device)
+                query_tiles.attend_tiles(moved(call.of(some), device), out)
+                worst = (out.cpu().float() - expected[some].float()).abs().max().item()
+                assert worst < tolerance, (build, shape, dtype, some, worst)
+
+
 def compare_lists(device: torch.device) -> None:
     """The lists of blocks of rows of several lengths, against the definition; NaN and equal scores among them."""
     from inference_engine.kernels.triton.block_selection import Scores, select_blocks
@@ -443,6 +469,7 @@ def compare_alone(
         interpreted(compare_selecting_steps),
         interpreted(compare_chunks_and_selections),
         interpreted(compare_beside_selections),
+        interpreted(compare_tiles),
     ],
 )
 def test_the_kernel_gives_what_the_reference_gives(compare: Callable[[], None]) -> None:

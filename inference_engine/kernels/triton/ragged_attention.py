@@ -1,25 +1,24 @@
 """`kernels/ragged_attention.py` in Triton: split over keys, then merged (flash decoding).
 
-A program serves one query, one KV head and one part of the slots; the query heads of the group share what it reads. The
-parts are merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many queries most belong to a chunk of some
-prefill: they are cut into tiles, and where all queries of a tile look at one region, a program serves the tile.
+`attend_ragged` is for speed: tiles of neighbouring queries by `triton/query_tiles.py`, a step of few queries that are
+all of other sessions by `triton/few_queries.py`. In what order they add up depends on all queries of the step.
+
+The kernels here are those of `attend_invariant`, which gives a query the same bits whatever is beside it. A program
+serves one query, one KV head and one part of the slots; the query heads of the group share what it reads. The parts are
+merged by their log-sum-exp (Flash-Decoding: Dao et al., 2023). Of many queries most belong to a chunk of some prefill:
+they are cut into tiles, and where all queries of a tile look at one region, a program serves the tile.
 
     queries  a b c c | c c c c | c c c 0      tiles of four; the first is served query by query
 
 How a query's slots are cut into parts follows from how many there are for it to see, parts are merged in their order,
 and a tile multiplies as a single query does. A program may serve several parts; where there are enough programs anyway,
-each goes through all parts, and merges them as it goes: so `attend_invariant` has the same bits for a query whatever is
-beside it. `attend_ragged` gives this up where it costs time: what a tile sees is cut into as many runs as fill the
-device, or not at all, so that blocks arrive without a stop and a program holds one state; and a step of few queries is
-served by `triton/few_queries.py`.
+each goes through all parts, and merges them as it goes.
 
 Which tiles there are, and how far loops run, are numbers read on the device, so a launch depends on the number of
 queries alone and can be part of a CUDA graph. Sums are float32; float32 inputs are multiplied as float32, not in TF32.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import torch
 import triton
@@ -31,33 +30,28 @@ from inference_engine.kernels.reads import FIELDS, AttentionByRecord, AttentionC
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
 from inference_engine.kernels.triton.line import in_line
+from inference_engine.kernels.triton.query_tiles import attend_tiles
 from inference_engine.kernels.triton.tiles import shared_bytes
 
 _PROGRAMS = 128  # tiles and heads that fill a GPU; of fewer, parts are served by programs of their own
-# With fewer tiles and heads, what a tile sees is cut into runs, for as many programs as the second says.
-_TILES_IN_RUNS, _PROGRAMS_OF_RUNS = 200, 256
 _PROGRAMS_OF_TWO = 512  # tiles of twice as many rows and heads that fill it
 _PROGRAMS_OF_PARTS = 512  # that a launch has at least, if there are as many parts
 _MOST_PARTS = 32
 _MERGED_AT_ONCE = 8
 _STAGES = 3  # blocks of keys and values that are under way
 _LEAST_PART = 128  # slots; a multiple of all tiles
-_WHOLE = 2**25  # slots of a part where none has another: more than any query sees
 _LEAST = 16  # rows and columns that a matrix product of Triton has at least
 _FEW_QUERIES = 64  # up to these many, each is likely to look at a region of its own
 
 
 def _attend_regions(call: AttentionCall, out: Tensor) -> None:
     """Implements RegionKernel."""
-    attend = attend_few if len(call.queries) <= _FEW_QUERIES else _attend_all
+    attend = attend_tiles if call.has_chunks or len(call.queries) > _FEW_QUERIES else attend_few
     attend(call, out)
 
 
-def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False) -> None:
-    """For queries that read all that they see; others get zeros.
-
-    in_one_order: cut what each sees into parts, also where a program goes through all of them.
-    """
+def _attend_in_one_order(call: AttentionCall, out: Tensor) -> None:
+    """Implements RegionKernel: what each query sees is cut into parts, also where a program goes through all."""
     queries, regions, kv_heads, group = call.queries, call.lines, call.kv_heads, call.group
     query_count, query_heads, head_dim = queries.shape
     width = max(_LEAST, triton.next_power_of_2(head_dim))
@@ -72,35 +66,30 @@ def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False)
         block_of_tile = 2 * block if has_two else block
         tile = max(1, block_of_tile // group)
     tiles = triton.cdiv(query_count, tile)
-    holds_one = tile > 1 and not in_one_order
-    has_parts = tile == 1 or tiles * kv_heads < (_TILES_IN_RUNS if holds_one else _PROGRAMS)
-    programs = _PROGRAMS_OF_RUNS if holds_one else _PROGRAMS_OF_PARTS
-    parts = triton.next_power_of_2(triton.cdiv(programs, tiles * kv_heads))
+    has_parts = tile == 1 or tiles * kv_heads < _PROGRAMS
+    parts = triton.next_power_of_2(triton.cdiv(_PROGRAMS_OF_PARTS, tiles * kv_heads))
     parts = min(_MOST_PARTS, parts) if has_parts else 1
-    states = parts if holds_one else _MOST_PARTS
     # Beside the queries, each stage is a block of keys and one of values.
     row = width * queries.element_size()
     block_s = 64 if is_narrow else 32
     room = shared_bytes(queries.device) - block_of_tile * row
     stages = max(1, min(_STAGES, room // (2 * block_s * row)))
     held = torch.empty(
-        (query_count, query_heads, states, head_dim) if has_parts else (0,),
+        (query_count, query_heads, _MOST_PARTS, head_dim) if has_parts else (0,),
         dtype=torch.float32,
         device=queries.device,
     )
     # Of each part the largest score, and the sum of what is above it.
     sums = torch.empty(
-        (2, query_count, query_heads, states) if has_parts else (0,), dtype=torch.float32, device=queries.device
+        (2, query_count, query_heads, _MOST_PARTS) if has_parts else (0,), dtype=torch.float32, device=queries.device
     )
     tensors = (queries, call.keys, call.values, regions, held, sums, out)
     numbers = (query_count, call.scaling, call.cap)
     constants = {
         "FIELDS": FIELDS,
-        "PARTS": states,
-        # Blocks under way would have to arrive before each part's end.
-        "LEAST_PART": _WHOLE if holds_one else _LEAST_PART,
+        "PARTS": _MOST_PARTS,
+        "LEAST_PART": _LEAST_PART,
         "HAS_PARTS": has_parts,
-        "HOLDS_ONE": holds_one,
         "GROUP": group,
         "TILE": tile,
         "BLOCK_T": triton.next_power_of_2(tile),
@@ -129,10 +118,9 @@ def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False)
             out,
             query_count,
             FIELDS=FIELDS,
-            PARTS=states,
+            PARTS=_MOST_PARTS,
             LEAST_PART=_LEAST_PART,
-            HOLDS_ONE=holds_one,
-            AT_ONCE=min(_MERGED_AT_ONCE, states),
+            AT_ONCE=min(_MERGED_AT_ONCE, _MOST_PARTS),
             HEADS=query_heads,
             D=head_dim,
             BLOCK_D=width,
@@ -143,9 +131,7 @@ def _attend_all(call: AttentionCall, out: Tensor, *, in_one_order: bool = False)
 
 attend_ragged = AttentionByRecord(name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES, is_even=True)
 # Queries of each record are served in one way, however many there are.
-attend_invariant = AttentionByRecord(
-    name="triton in one order", regions=partial(_attend_all, in_one_order=True), is_even=True
-)
+attend_invariant = AttentionByRecord(name="triton in one order", regions=_attend_in_one_order, is_even=True)
 
 
 @triton.jit
@@ -215,7 +201,6 @@ def _attend_rows(
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROW: tl.constexpr,
@@ -227,7 +212,6 @@ def _attend_rows(
 ):
     """Rows of queries and their heads that look at one region: a run of its parts, or all of them.
 
-    HOLDS_ONE: a run is a part, one of as many as there are programs; the lengths follow from what the last row sees.
     CHAINED: the kernel before wrote the queries, and some of the keys and values; lines were there before.
     """
     head = tl.program_id(1)
@@ -250,8 +234,6 @@ def _attend_rows(
     all_from = tl.max(tl.maximum(b_floor, b_sink_floor), axis=0)
     first = end * 0
     if HAS_PARTS:
-        if HOLDS_ONE:
-            part = tl.maximum(tl.cdiv(tl.cdiv(end, BLOCK_S), tl.num_programs(2)), 1) * BLOCK_S
         run = tl.cdiv(tl.cdiv(end, part), tl.num_programs(2)) * part
         first = tl.program_id(2) * run
         end = tl.minimum(end, first + run)
@@ -301,15 +283,13 @@ def _attend_rows(
             b_sum = tl.fma(b_sum, b_keep, tl.sum(b_weights, axis=1))
             b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision="ieee")
             b_top = b_new
-        if HAS_PARTS and not HOLDS_ONE:
+        if HAS_PARTS:
             _hold(p_held, p_sums, o_h, start // part, m_q, b_top, b_sum, b_out, query_count, PARTS, GROUP, D)
         else:
             b_all_top, b_all_sum, b_all_out = _merged(b_all_top, b_all_sum, b_all_out, b_top, b_sum, b_out)
     # Of padding, where all is seen and nothing masked, sums were made, too.
     b_all_sum = tl.where(m_real, b_all_sum, 0.0)
     b_all_out = tl.where(m_real[:, None], b_all_out, 0.0)
-    if HAS_PARTS and HOLDS_ONE:  # also of a run that begins behind the end
-        _hold(p_held, p_sums, o_h, tl.program_id(2), m_q, b_all_top, b_all_sum, b_all_out, query_count, PARTS, GROUP, D)
     if not HAS_PARTS:
         b_all_out = b_all_out / tl.where(b_all_sum > 0, b_all_sum, 1.0)[:, None]
         tl.store(p_out + o_h[:, None] * D + o_d[None, :], b_all_out.to(p_out.dtype.element_ty), mask=m_out)
@@ -355,7 +335,6 @@ def _attend_one(
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -381,7 +360,7 @@ def _attend_one(
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, query + o_q * 0, o_h,
             o_q < GROUP, count, _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS,
-            HOLDS_ONE, GROUP, D, ROW, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
+            GROUP, D, ROW, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()  # what comes later relies on every program to wait
@@ -404,7 +383,6 @@ def _attend_tile(
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
     HAS_PARTS: tl.constexpr,
-    HOLDS_ONE: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -428,8 +406,8 @@ def _attend_tile(
         _attend_rows(
             p_queries, p_keys, p_values, p_regions, p_held, p_sums, p_out, query_count, p_line, o_query, o_h,
             (o_q < TILE * GROUP) & (o_query <= o_last), tl.load(p_line + in_line("COUNT")).to(tl.int32),
-            _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, HOLDS_ONE, GROUP, D,
-            ROW, HAS_CAP, BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
+            _part_of(p_line, PARTS, LEAST_PART), scaling, softcap, FIELDS, PARTS, HAS_PARTS, GROUP, D, ROW, HAS_CAP,
+            BLOCK_D, BLOCK_Q, BLOCK_S, CHAINED,
         )  # fmt: skip
     elif CHAINED:
         gdc_wait()
@@ -446,7 +424,6 @@ def _merge_parts(
     FIELDS: tl.constexpr,
     PARTS: tl.constexpr,
     LEAST_PART: tl.constexpr,
-    HOLDS_ONE: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -455,17 +432,14 @@ def _merge_parts(
 ):
     head = tl.program_id(0).to(tl.int64)
     p_line = p_regions + head // HEADS * FIELDS
-    if HOLDS_ONE:
-        parts = PARTS
-    else:
-        part = _part_of(p_line, PARTS, LEAST_PART)
-        count = tl.where(tl.load(p_line + in_line("KIND")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
-        count = tl.where(
-            tl.load(p_line + in_line("RING")) > 0,
-            count,
-            tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
-        )
-        parts = tl.cdiv(count, part)
+    part = _part_of(p_line, PARTS, LEAST_PART)
+    count = tl.where(tl.load(p_line + in_line("KIND")) == 0, tl.load(p_line + in_line("COUNT")), 0).to(tl.int32)
+    count = tl.where(
+        tl.load(p_line + in_line("RING")) > 0,
+        count,
+        tl.minimum(count, tl.load(p_line + in_line("UPTO")).to(tl.int32) + 1),
+    )
+    parts = tl.cdiv(count, part)
     o_d = tl.arange(0, BLOCK_D)
     o_sums = query_count.to(tl.int64) * HEADS * PARTS
     b_top = tl.full((1,), float("-inf"), dtype=tl.float32)
