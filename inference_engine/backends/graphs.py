@@ -11,8 +11,10 @@ N is rounded up to one of `SIZES`; the padding tokens write to vector 0 of the b
 
 from __future__ import annotations
 
+import itertools
 import logging
 from bisect import bisect_left
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +33,30 @@ from inference_engine.models.seam import Seam
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 512, 768, 1024)
-MOST_SELECTING = 64  # tokens of a step in which some do not read all they see
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024)
+# The tokens of a step that do not read all they see are among its first ones, so many. The last: at most.
+SELECTING = (1, 8, 64)
+_ALONE = 64  # tokens of a step, up to which one of single tokens is another kind than one with chunks
 MOST_KINDS = 256  # of steps recorded while serving, at a time: clients choose what their sessions read
 # A recording that was not looked for among so many looks may be replaced; a step takes several.
 STALE_LOOKS = 128 * MOST_KINDS
 MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of a whole prompt would take gigabytes
 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
-# Tokens, tap layers, and the records of queries that do not read all they see.
-Kind = tuple[int, tuple[int, ...], tuple[ReadRecord, ...]]
+
+
+class RecordedKind(NamedTuple):
+    """What is alike in steps that are recorded once.
+
+    tokens: with padding. records: of queries that do not read all they see, which are among the first `reads_upto`.
+    has_chunks: may a session have several tokens?
+    """
+
+    tokens: int
+    tap_layers: tuple[int, ...]
+    has_chunks: bool
+    records: tuple[ReadRecord, ...] = ()
+    reads_upto: int = 0
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool, has_states: bool = False) -> bool:
@@ -90,16 +106,21 @@ class StepGraphs:
         # Of kinds met while serving; None: it cannot be recorded.
         self._tried: Recordings[Recorded | None] = Recordings(MOST_KINDS, STALE_LOOKS)
         self._is_full = False
+        kinds = [
+            kind
+            for size in reversed(SIZES)
+            for kind in itertools.starmap(
+                RecordedKind, itertools.product([size], self._taps, {size > 1, size > _ALONE})
+            )
+        ]
         # The largest first: the others reuse its temporary memory.
-        self._at_start: dict[Kind, Recorded] = {
-            (size, taps, ()): self._record(pool, (size, taps, ())) for size in reversed(SIZES) for taps in self._taps
-        }
+        self._at_start: dict[RecordedKind, Recorded] = {kind: self._record(pool, kind) for kind in kinds}
 
-    def _record(self, pool: Pool, kind: Kind) -> Recorded:
+    def _record(self, pool: Pool, kind: RecordedKind) -> Recorded:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
-        size, taps, records = kind
-        reads = [StagedRead(record, upto=size, tokens=geometry.trained_positions) for record in records]
+        size, taps = kind.tokens, kind.tap_layers
+        reads = [StagedRead(each, upto=kind.reads_upto, tokens=geometry.trained_positions) for each in kind.records]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None, Peaks]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
@@ -110,6 +131,7 @@ class StepGraphs:
                 attention,
                 tokens=size,
                 reads=reads,
+                has_chunks=kind.has_chunks,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
             return logits, states, self._ends.peaks(logits)
@@ -130,7 +152,7 @@ class StepGraphs:
         plan = step.plan
         if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
-        if plan.query_count > (MOST_SELECTING if plan.records else SIZES[-1]):
+        if plan.query_count > SIZES[-1] or plan.reads_upto > SELECTING[-1]:
             return False
         return bool(plan.positions.max() < self._seam.trained_positions) and self._recorded(step) is not None
 
@@ -150,11 +172,11 @@ class StepGraphs:
         self._tried.keep(kind, found)
         return found
 
-    def _try_to_record(self, pool: Pool, kind: Kind) -> Recorded | None:
+    def _try_to_record(self, pool: Pool, kind: RecordedKind) -> Recorded | None:
         try:
             return self._record(pool, kind)
         except BackendError:
-            logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind[0])
+            logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind.tokens)
             return None
 
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
@@ -174,6 +196,7 @@ class StepGraphs:
         assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
+
         return recorded.run(
             padded(step.token_ids, size), padded(plan.rotary_positions, size), kept, numbers.all, fed=fed
         )
@@ -183,9 +206,12 @@ def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
     return None if taps is None else taps[: step.plan.query_count].clone()
 
 
-def _kind(step: Step) -> Kind:
+def _kind(step: Step) -> RecordedKind:
     plan = step.plan
-    return _size(step), step.tap_layers, plan.records
+    size = _size(step)
+    has_chunks = plan.has_chunks or size > _ALONE
+    upto = SELECTING[bisect_left(SELECTING, plan.reads_upto)] if plan.records else 0
+    return RecordedKind(size, step.tap_layers, has_chunks, plan.records, upto)
 
 
 def _size(step: Step) -> int:

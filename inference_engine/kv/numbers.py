@@ -142,7 +142,8 @@ class StepTables:
     geometry: Geometry
     pool: Pool
     attention: RaggedAttention
-    reads: tuple[StagedRead, ...]  # as RaggedAttention has them
+    reads: tuple[StagedRead, ...]  # these two as AttentionCall has them
+    has_chunks: bool
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     regions: Tensor
 
@@ -155,6 +156,7 @@ class StepTables:
         *,
         tokens: int,
         reads: Sequence[StagedRead] = (),
+        has_chunks: bool = False,
     ) -> StepTables:
         """Views of `numbers`, which lie on the device as StepNumbers has them."""
         writes, regions = _split(numbers, geometry, tokens)
@@ -169,6 +171,7 @@ class StepTables:
             pool=pool,
             attention=attention,
             reads=tuple(reads),
+            has_chunks=has_chunks,
             writes=ordered,
             regions=regions,
         )
@@ -199,6 +202,7 @@ class StepTables:
                 scaling=scaling,
                 softcap=softcap,
                 reads=self.reads,
+                has_chunks=self.has_chunks,
             )
         )
 

@@ -97,6 +97,7 @@ class StepPlan:
             mask_dtype=mask_dtype,
             attends_together=attends_together,
             most_queries=most_queries,
+            attends_in_one_order=ops.attends_in_one_order,
             numbers=self.numbers,
             attention=ops.attend_ragged,
             largest=ops.largest,
@@ -121,6 +122,11 @@ class StepPlan:
     def records(self) -> tuple[ReadRecord, ...]:
         """How queries read by numbers that do not read all they see, always in the same order."""
         return self._reads.records.records
+
+    @property
+    def reads_upto(self) -> int:
+        """The queries of `records` are among the first so many of the step."""
+        return self._reads.records.upto
 
     def _turned(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """[N], as rotations take them: the position, or ~position of a token that SHORT_ROTARY rotates."""
@@ -181,7 +187,13 @@ class StepPlan:
             self._attend_ragged,
             tokens=self.query_count,
             reads=self._reads.records.staged(self._longest) if self.records else (),
+            has_chunks=self.has_chunks,
         )
+
+    @property
+    def has_chunks(self) -> bool:
+        """Have sessions several tokens in the step?"""
+        return self.query_count > len(self._sessions)
 
     @property
     def _longest(self) -> int:

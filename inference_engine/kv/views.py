@@ -97,6 +97,11 @@ class StagedQueries:
         return queries
 
     @property
+    def generated_end(self) -> int:
+        """Where in the step those end that the model generated, of which there is one."""
+        return self.real.start + int(np.flatnonzero(self.generated)[-1]) + 1
+
+    @property
     def staged_queries(self) -> NDArray[np.int64]:
         """As `generated_queries`, of all that are staged."""
         first = self.real.start - self.packed.start
@@ -108,8 +113,8 @@ class StepReads:
     """What all sessions of a step share to plan their reads.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_queries: sessions that stage more queries have views, too. attend_generated: of generated queries of a session
-    that has views; see `DeviceOps`.
+    most_queries: sessions that stage more queries have views, too. attends_in_one_order: see `DeviceOps`,
+    and for attend_generated, of generated queries of a session that has views.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     attend_piece, attend_causal_state, merging: of reads chunk by chunk.
     attention: the operation. records: how the queries that read by numbers do so, those apart that read all they see.
@@ -120,6 +125,7 @@ class StepReads:
     mask_dtype: torch.dtype
     attends_together: bool
     most_queries: int
+    attends_in_one_order: bool
     numbers: StepNumbers
     attention: RaggedAttention
     largest: Largest = topk_by_sorting

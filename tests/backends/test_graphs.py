@@ -32,7 +32,15 @@ SEGMENT = SMALL["segment_tokens"]
 
 def step(pool: Pool, *records: ReadRecord, tokens: int) -> Any:
     positions = np.arange(tokens)
-    plan = SimpleNamespace(pool=pool, query_count=tokens, records=records, is_numbers_only=True, positions=positions)
+    plan = SimpleNamespace(
+        pool=pool,
+        query_count=tokens,
+        has_chunks=False,
+        records=records,
+        reads_upto=tokens,
+        is_numbers_only=True,
+        positions=positions,
+    )
     return SimpleNamespace(plan=plan, tap_layers=(), logit_queries=[0])
 
 

@@ -92,9 +92,10 @@ class BlockIndex(LayerPart):
             return True
         if self._slots.layer_set.entry.shared:
             return False  # it knows no other places of summaries
-        # The operation over regions takes few queries that choose blocks, and none of the same session that do not.
-        fits = queries.count <= _MOST_SELECTING_QUERIES and self._slots.layout.blocks <= most_blocks(step.geometry)
-        return fits and not queries.has_appended
+        if queries.has_appended and step.attends_in_one_order:
+            return False  # these have the order of views
+        is_few = np.count_nonzero(queries.generated) <= _MOST_SELECTING_QUERIES
+        return is_few and self._slots.layout.blocks <= most_blocks(step.geometry)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
         """The window begins with whole blocks."""
@@ -102,9 +103,11 @@ class BlockIndex(LayerPart):
             return queries.first
         record = BlockRead(blocks=most_blocks(step.geometry))
         lines = step.numbers.regions[self._slots.layer_index, queries.real]
-        choose_blocks(lines, record, self._slots.layout, self._selector, queries.positions)
+        chosen = lines[:, queries.generated]
+        choose_blocks(chosen, record, self._slots.layout, self._selector, queries.staged[queries.generated])
+        lines[:, queries.generated] = chosen
         step.numbers.regions[self._slots.layer_index, queries.real] = lines
-        step.records.add(record, queries.real.stop)
+        step.records.add(record, queries.generated_end)
         return self._window_moves(queries.first)
 
     def _window_moves(self, position: int) -> int:

@@ -272,7 +272,7 @@ class ComponentIndex(LayerPart):
         lines = step.numbers.regions[layers, queries.real]
         choose_tokens(lines, record, self._selector, queries.staged, self._numbers, queries.generated)
         step.numbers.regions[layers, queries.real] = lines
-        step.records.add(record, queries.real.stop)
+        step.records.add(record, queries.real.stop if self._selector.appended else queries.generated_end)
         tile, window = self._shape.tile, self._selector.window
         return window + max(1, (queries.first - window) // tile + 1) * tile
 

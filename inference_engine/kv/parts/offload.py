@@ -422,7 +422,9 @@ class OffloadedBlocks(BlockIndex):
         return self._until(int(positions[0]), super().stage(positions, generated))
 
     def has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        if self._has_left and not (self._offloaded.is_read_by_numbers and queries.has_generated):
+        # Appended queries read blocks that are not at hand.
+        is_read = self._offloaded.is_read_by_numbers and queries.has_generated and not queries.has_appended
+        if self._has_left and not is_read:
             return False
         return super().has_numbers(queries, step)
 
