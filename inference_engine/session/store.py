@@ -11,17 +11,15 @@ session that a reader has not read yet count until it has.
 from __future__ import annotations
 
 import heapq
-import secrets
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TypeVar
 
 from inference_engine.errors import (
     InvariantViolated,
-    ModelMismatch,
     NoCapacity,
     QuotaExceeded,
     SessionBusy,
@@ -32,13 +30,14 @@ from inference_engine.errors import (
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.capacity import RETRY_SECONDS, Admission, SessionLimits, orphaned_bytes
 from inference_engine.session.histories import Histories
-from inference_engine.session.history import History, Holdings
-from inference_engine.session.journal import Journal, MemoryJournal, Saved, SessionKept, SessionRecord
+from inference_engine.session.history import Holdings
+from inference_engine.session.journal import Journal, MemoryJournal, SessionKept
 from inference_engine.session.kept_prefixes import KeptPrefix, KeptPrefixes
+from inference_engine.session.making import SessionMaker
 from inference_engine.session.prefixes import Lender, Prefixes
 from inference_engine.session.replies import ReplyBook
 from inference_engine.session.session import Holder, Session, Violations
@@ -75,13 +74,25 @@ class SessionStore:
         self._journal = journal
         # Of sessions that belong to one call, and of those alone.
         self._transient = MemoryJournal() if journal.keeps else journal
-        self._mode, self._codec, self._components = mode, codec, components
         self._metrics = metrics
         self._clock = clock
         self._wall_clock = wall_clock
         self._idle_ttl_seconds = idle_ttl_seconds
         self._limits = limits
         self.histories = Histories(limits, journal, self._transient)  # called with the lock held
+        self._maker = SessionMaker(
+            context,
+            journal,
+            self._transient,
+            self.histories,
+            clock,
+            wall_clock,
+            cap_tokens=limits.history_tokens_per_session or None,
+            mode=mode,
+            codec=codec,
+            components=components,
+        )
+        self.codec_of = self._maker.codec_of
         self._admission = Admission(
             context, limits, clock, evict=lambda session: self._evict(session, "lru"), drop=self._drop
         )
@@ -124,7 +135,7 @@ class SessionStore:
                 self.histories.check_kept(owner, sessions=1)
             tokens = 1 if is_growing else None
             kv = self._admission.admit(self._sessions.values(), strategy, limit_tokens, owner, tokens=tokens)
-            session = self._open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
+            session = self._maker.open(kv, eos_token_ids, owner, route=route, label=label, is_transient=is_transient)
             self._add(session)
             return session
 
@@ -150,7 +161,7 @@ class SessionStore:
                 kept_tokens=entries_kept(at),
             )
             kv.coming = kv.kept_of(parent.kv, entries_kept(at))
-            session = self._open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
+            session = self._maker.open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
             parent.family = session.family = parent.family or object()
             parent.pins += 1
             session.pins += 1
@@ -172,7 +183,7 @@ class SessionStore:
             is_its_own = kv.can_rewind(entries_kept(at))
             if not is_its_own:
                 kv = self._without_memory(session, self._admission.shared(kv, entries_kept(at)))
-            new = self._open(
+            new = self._maker.open(
                 kv, session.eos_token_ids, session.owner, parent=session, at=at, label=session.label, keeps=is_its_own
             )
             new.family = session.family
@@ -309,24 +320,13 @@ class SessionStore:
         Raises ModelMismatch if its tokens would change, NoCapacity or QuotaExceeded if there is no place for it.
         """
         record = kept.record
-        # Records name the latent of strategies that need none, too, if they are old.
-        codec = record.codec if strategy.calibrated else ""
         with self._lock:
-            for what, recorded, running in (
-                ("segment_tokens", record.segment_tokens, strategy.geometry(self._context.geometry).segment_tokens),
-                # A session that was promised equality up to rounding may have it to the bit.
-                ("mode", record.mode, {Mode.BATCHED.value: record.mode}.get(record.mode, self._mode.value)),
-                (strategy.calibrated, codec, self.codec_of(strategy)),
-            ):
-                if recorded != running:
-                    raise ModelMismatch(what, recorded, running)
+            self._maker.check(record, strategy)
             self._place_history(record.owner, sum(len(tokens.token_ids) for tokens in kept.tokens))
             kv = self._admission.place(
                 self._sessions.values(), strategy, record.limit_tokens, record.owner, is_growing=record.is_growing
             )
-            session = self._session(record, kv, self.histories.begin(record.owner), kept.saved)
-            for tokens in kept.tokens:
-                session.history.extend(tokens.token_ids, tokens.mark)
+            session = self._maker.come_back(kept, kv)
             session.violations = self._violations.pop(record.session_id, session.violations)
             by_journal = self._clock() - max(0.0, self._wall_clock() - kept.used_at)
             session.used_at = self._used.pop(record.session_id, by_journal)
@@ -594,74 +594,6 @@ class SessionStore:
             retry_after_seconds=RETRY_SECONDS if tokens <= most else None,
         )
 
-    def _open(
-        self,
-        kv: SessionKV,
-        eos_token_ids: frozenset[int],
-        owner: str,
-        *,
-        parent: Session | None = None,
-        at: int = 0,
-        route: str = "",
-        label: str = "",
-        is_transient: bool = False,
-        keeps: bool = False,
-    ) -> Session:
-        """A session around `kv`, with the first `at` tokens of `parent`, recorded in the journal.
-
-        keeps: where the journal refuses it, `kv` is not released.
-        """
-        record = SessionRecord(
-            _new_id(route if parent is None else _route_of(parent.session_id)),
-            owner,
-            str(kv.strategy),
-            kv.limit_tokens,
-            tuple(sorted(eos_token_ids)),
-            is_growing=kv.grows,
-            segment_tokens=kv.context.geometry.segment_tokens,
-            mode=self._mode.value,
-            codec=self.codec_of(kv.strategy),
-            label=label,
-            created_at=self._wall_clock(),
-        )
-        journal = self._transient if is_transient else self._journal if parent is None else parent.journal
-        with ExitStack() as undoing:
-            if not keeps:
-                undoing.callback(kv.release)
-            history = self.histories.begin(owner) if parent is None else parent.history.fork(at)
-            undoing.callback(history.release)
-            saved = journal.open(record) if parent is None else journal.fork(record, parent.session_id, at)
-            is_transient |= parent is not None and parent.is_transient
-            session = self._session(record, kv, history, saved, is_transient=is_transient)
-            undoing.pop_all()
-        return session
-
-    def _session(
-        self, record: SessionRecord, kv: SessionKV, history: History, saved: Saved, *, is_transient: bool = False
-    ) -> Session:
-        return Session(
-            session_id=record.session_id,
-            owner=record.owner,
-            kv=kv,
-            eos_token_ids=frozenset(record.eos_token_ids),
-            limit_tokens=record.limit_tokens,
-            cap_tokens=self._limits.history_tokens_per_session or None,
-            used_at=self._clock(),
-            here_at=self._clock(),
-            created_at=record.created_at,
-            label=record.label,
-            is_transient=is_transient,
-            history=history,
-            journal=self._transient if is_transient else self._journal,
-            saved=saved,
-        )
-
-    def codec_of(self, strategy: KVStrategy) -> str:
-        """The digest of what was calibrated, if the strategy depends on it."""
-        both = f"{self._codec} {self._components}"
-        digests = {LATENT: self._codec, COMPONENTS: self._components, LATENT_AND_COMPONENTS: both, "": ""}
-        return digests[strategy.calibrated]
-
     def _add(self, session: Session) -> None:
         self._sessions[session.session_id] = session
 
@@ -727,15 +659,3 @@ def _put_last(book: OrderedDict[str, T], key: str, value: T) -> None:
     book[key] = value
     while len(book) > _TOMBSTONES:
         book.popitem(last=False)
-
-
-def _new_id(route: str) -> str:
-    # The secret part has no dot, so what is before a dot is the route.
-    # A command takes what begins with - for an option.
-    while (secret := secrets.token_urlsafe(24)).startswith("-"):
-        pass
-    return f"{route}.{secret}" if route else secret
-
-
-def _route_of(session_id: str) -> str:
-    return session_id.rpartition(".")[0]
