@@ -74,9 +74,10 @@ class Bench:
     def ids_of(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def opened(self, ids: Sequence[int], *, ends: bool = True) -> str:
-        """ends: by the model's ids that end a turn."""
-        session = self.engine.create_session(strategy=Full(), model_ends=ends).session_id
+    def opened(self, ids: Sequence[int], *, tokens: int = 0) -> str:
+        """tokens: that are generated, whichever they are; 0: to an id that ends a turn."""
+        limit = len(ids) + tokens + 1 if tokens else None
+        session = self.engine.create_session(strategy=Full(), limit_tokens=limit, model_ends=not tokens).session_id
         self.engine.append(session, ids)
         return session
 
@@ -118,8 +119,9 @@ class Bench:
     def token_seconds(self, sessions: int, tokens: int, params: GenerateParams) -> float:
         """Of a token of each of the sessions, from the first token of all to the last."""
         text = self.ids_of("A long text about the weather of the last years follows, in one paragraph without an end: ")
-        opened = [self.opened([*text, *self.ids_of(str(number))], ends=False) for number in range(sessions)]
-        running = [self.engine.generate(each, replace(params, max_tokens=4)) for each in opened]
+        first = 4
+        opened = [self.opened([*text, *self.ids_of(str(number))], tokens=first + tokens) for number in range(sessions)]
+        running = [self.engine.generate(each, replace(params, max_tokens=first)) for each in opened]
         for each in running:
             list(each)
         began = time.perf_counter()
