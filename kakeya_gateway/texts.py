@@ -30,7 +30,8 @@ class Texts:
         self._tool_format = tool_format
         self._thread = ThreadPoolExecutor(1, "texts")
         self._tools = lru_cache(_KEPT_TOOLS)(self._found_tools)
-        self._thinks = THINKING[1] in str(getattr(tokenizer, "chat_template", ""))
+        # Does the template know the markers of reasoning?
+        self.thinks = THINKING[1] in str(getattr(tokenizer, "chat_template", ""))
 
     async def tools(self, definitions: Sequence[Json]) -> Tools | None:
         """None for none. Raises InvalidTool, and Refused where the model's format is not known."""
@@ -68,25 +69,22 @@ class Texts:
 
     def thoughts(self, prompt: Sequence[int]) -> Thoughts:
         """Of an answer behind this prompt, which may have begun the reasoning."""
-        end = self.decode(prompt[-_PROMPT_ENDS:]) if self._thinks else ""
-        return Thoughts(is_known=self._thinks, is_open=end.rfind(THINKING[0]) > end.rfind(THINKING[1]))
-
-    @property
-    def thinks(self) -> bool:
-        """Does the model's template know the markers of reasoning?"""
-        return self._thinks
+        end = self.decode(prompt[-_PROMPT_ENDS:]) if self.thinks else ""
+        return Thoughts(is_known=self.thinks, is_open=end.rfind(THINKING[0]) > end.rfind(THINKING[1]))
 
     def thought_end(self) -> tuple[list[int], list[int]]:
         """The ids of the marker that ends reasoning, and of what comes before the answer."""
         return self._ids(THINKING[1]), self._ids("\n\n")
 
-    def no_thought(self, prompt: Sequence[int]) -> list[int]:
-        """Ids behind which the model answers without reasoning: an empty one, unless the prompt has that already."""
+    def thought_begun(self, prompt: Sequence[int], *, is_empty: bool) -> list[int]:
+        """Ids behind which the model reasons, or, if that is to be empty, answers at once. None are needed where the
+        prompt says so already, and none help where it has ended the reasoning."""
         end = self.decode(prompt[-_PROMPT_ENDS:])
-        if not self._thinks or end.rstrip().endswith(THINKING[1]):
+        if not self.thinks or end.rstrip().endswith(THINKING[1]):
             return []
         is_open = end.rfind(THINKING[0]) > end.rfind(THINKING[1])
-        return self._ids(f"{'' if is_open else THINKING[0] + chr(10)}\n{THINKING[1]}\n\n")
+        begin, behind = f"{THINKING[0]}\n", f"\n{THINKING[1]}\n\n"
+        return self._ids(("" if is_open else begin) + (behind if is_empty else ""))
 
     def _ids(self, text: str) -> list[int]:
         return [int(each) for each in self._tokenizer.encode(text, add_special_tokens=False)]

@@ -82,11 +82,11 @@ class Turn:
         most = most if ask.max_tokens is None else ask.max_tokens
         first: Json = {"on_progress": self._progressed, "expected_history_length": self.start}
         self._stream: Stream
-        if ask.budget and ask.budget < most:
+        if self._thoughts.is_within and (ask.budget or ask.options["constraint"] is not None):
             end, behind = owner.texts.thought_end()
             parts: Json = {"end": end, "behind": behind, "is_within": lambda: self._thoughts.is_within}
             session = conversation.session
-            self._stream = BudgetedStream(session, most, ask.budget, **parts, first=first, options=options)
+            self._stream = BudgetedStream(session, most, ask.budget or most, **parts, first=first, options=options)
         else:
             self._stream = conversation.session.generate(most, **first, **options)
 
@@ -107,10 +107,10 @@ class Turn:
             raise Refused("cannot be limited where a tool has to be called", param=ask.budget_at)
         ids, digest = await owner.ids_of(ask, tools)
         asked = len(ids)
-        if ask.budget == 0:
-            ids.extend(owner.texts.no_thought(ids))
+        if ask.budget is not None:
+            ids.extend(owner.texts.thought_begun(ids, is_empty=not ask.budget))
         conversation = await owner.open(ids, digest)
-        conversation.said[digest] = asked, asked  # asked again, it may reason
+        conversation.said[digest] = asked, asked  # it may be asked again with another budget
         try:
             return cls(ask, owner, conversation, digest, tools)
         except BaseException:

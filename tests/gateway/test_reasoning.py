@@ -157,12 +157,13 @@ def test_reasoning_ends_where_its_budget_does_and_the_answer_goes_on_behind_it(
 ) -> None:
     """The model thinks without an end, and answers with three letters, if it is let."""
     tokenizer, generate, most = tiny_tokenizer(), AsyncSession.generate, list[int]()
+    constraints: list[Any] = []
     tokenizer.chat_template = source
-    begin = "" if source == OPENED else "<think>\n"
 
     def endless(session: AsyncSession, *given: Any, **options: Any) -> Any:
         most.append(given[0])
-        held = f"{begin}[ab]{{400}}" if "stop_sequences" in options else "[cd]{3}"
+        constraints.append(options.get("constraint"))
+        held = "[ab]{400}" if "stop_sequences" in options else "[cd]{3}"
         return generate(session, *given, **{**options, "constraint": Regex(held)})
 
     monkeypatch.setattr(AsyncSession, "generate", endless)
@@ -172,7 +173,14 @@ def test_reasoning_ends_where_its_budget_does_and_the_answer_goes_on_behind_it(
         streamed = post(http, path, [ASKED], stream=True, **limited(path, "minimal")).text
         post(http, path, [ASKED, *back, ASKED], **limited(path, "none"))
         answered = history(runtime, tokenizer)
-    assert set(thought) <= {"a", "b"} and len(thought) == 128 - len(tokenizer.encode(begin))
+        if path == CHAT:
+            post(http, path, [ASKED], response_format={"type": "json_object"}, **limited(path, "minimal"))
+            assert [each is None for each in constraints[-2:]] == [True, False]
+            if source == OPENED:  # without a budget as well: what is thought has no format
+                cut = {"response_format": {"type": "json_object"}, "max_tokens": 40}
+                assert post(http, path, [ASKED], **cut).json()["choices"][0]["finish_reason"] == "length"
+                assert constraints[-1] is None
+    assert set(thought) <= {"a", "b"} and len(thought) == 128
     assert set(text) <= {"c", "d"} and len(text) == 3
     assert before.endswith(f"{thought}</think>\n\n{text}") and most[:2] == [128, 300 - 128 - 10]
     assert streamed.count("data: {") > len(thought)  # it comes while it is thought
