@@ -16,7 +16,7 @@ from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.session.store import SessionStore
+from inference_engine.session.making import SessionMaker
 from inference_engine.types import GenerateParams
 from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.codec_files import TENSORS, load_stated, read_stated, save_codec
@@ -140,7 +140,7 @@ def test_a_kept_session_that_needs_no_latent_comes_back_beside_another_one(
     state = tmp_path / "state"
     with monkeypatch.context() as patched:
         if is_named:
-            patched.setattr(SessionStore, "codec_of", lambda *_: "of the first")
+            patched.setattr(SessionMaker, "codec_of", lambda *_: "of the first")
         with keeping(state, make=tiny_engine, latent=opened(folder), codec_digest="of the first") as engine:
             session = engine.create_session(strategy=strategy).session_id
             first = generated(engine, session)
