@@ -148,8 +148,7 @@ class TorchForward:
     @property
     def _reads_at_once(self) -> bool:
         """Does a fused operation attend to many tokens and entries, without memory for all of their scores?"""
-        is_capped = getattr(self.seam.model.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        return self._device.type != "cpu" and self.seam.dtype.itemsize == 2 and not is_capped
+        return self._device.type != "cpu" and self.seam.dtype.itemsize == 2 and not self.seam.has_softcap
 
     def free_bytes(self) -> int:
         if self._device.type == "cuda":

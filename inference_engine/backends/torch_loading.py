@@ -19,7 +19,7 @@ from inference_engine.backends.twin import Twin, TwinSizes, checked
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps, open_ops
-from inference_engine.kernels.prefill_attention import open_long_chunks
+from inference_engine.kernels.prefill_attention import LongAttention, open_long_chunks
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.families import check_family
@@ -100,6 +100,7 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
                 attend_causal=long,
                 attend_piece=long.attend_piece,
                 attend_causal_state=long.attend_causal_state,
+                long_reads=_long_reads(long, seam),
             )
     # No token's bits depend on what else is in its step; where there is no list, steps are padded for it.
     invariant = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
@@ -121,6 +122,13 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         refused_strategies=admitted.refused,
     )
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
+
+
+def _long_reads(long: LongAttention, seam: Seam) -> int | None:
+    """See `DeviceOps`."""
+    if long.least_work is None or seam.has_softcap:
+        return None
+    return long.least_work // max(layer.query_heads * layer.head_dim for layer in seam.layers)
 
 
 def _quantise(loaded: LoadedModel, format_name: str) -> None:

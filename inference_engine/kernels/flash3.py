@@ -14,6 +14,7 @@ from torch import Tensor
 
 _MODULE = "fa3_fwd_interface"
 _HOPPER = (9, 0)  # compute capability
+_SPLIT = 512  # queries, up to which a history is cut into parts, as many as fill the device
 
 
 def why_absent(device: torch.device, dtype: torch.dtype) -> str:
@@ -41,6 +42,7 @@ def by_flash3(
         values.transpose(0, 1)[None],
         softmax_scale=scaling,
         causal=is_causal,
+        num_splits=0 if len(queries) <= _SPLIT else 1,
         return_attn_probs=True,  # it adds the lse
     )
     return out[0], lse[0].T

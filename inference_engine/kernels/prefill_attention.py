@@ -98,6 +98,9 @@ class LongAttention(ABC):
     """
 
     name: ClassVar[str]
+    # From how much work of a chunk in a layer on, its queries by their entries by the numbers of a query, it is faster
+    # than the operation over regions, though the host launches the step's kernels one by one. None: never.
+    least_work: ClassVar[int | None] = None
 
     def __init__(self) -> None:
         self._works = True
@@ -172,6 +175,7 @@ class Flash3(LongAttention):
     """Any lengths, in one operation."""
 
     name = "FlashAttention-3"
+    least_work = 2**36
 
     def __init__(self, *, least: int = _LEAST) -> None:
         """least: fewer queries do not fit."""

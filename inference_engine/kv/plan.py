@@ -98,6 +98,7 @@ class StepPlan:
             attends_together=attends_together,
             most_queries=most_queries,
             attends_in_one_order=ops.attends_in_one_order,
+            long_reads=ops.long_reads,
             numbers=self.numbers,
             attention=ops.attend_ragged,
             largest=ops.largest,

@@ -27,6 +27,7 @@ from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import StepNumbers
 
+LEAST_LONG = 128  # queries of a chunk that an operation for long ones takes
 # A layer's recurrent state, as `Recurrent` in `geometry.py` describes it.
 State = tuple[Tensor, ...]
 # mixer(hidden [1, n, H], state before or None) -> (output [1, n, H], state after); the state before stays as it is.
@@ -113,8 +114,8 @@ class StepReads:
     """What all sessions of a step share to plan their reads.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_queries: sessions that stage more queries have views, too. attends_in_one_order: see `DeviceOps`,
-    and for attend_generated, of generated queries of a session that has views.
+    most_queries: sessions that stage more queries have views, too. attends_in_one_order, long_reads: see
+    `DeviceOps`, and for attend_generated, of generated queries of a session that has views.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     attend_piece, attend_causal_state, merging: of reads chunk by chunk.
     attention: the operation. records: how the queries that read by numbers do so, those apart that read all they see.
@@ -126,6 +127,7 @@ class StepReads:
     attends_together: bool
     most_queries: int
     attends_in_one_order: bool
+    long_reads: int | None
     numbers: StepNumbers
     attention: RaggedAttention
     largest: Largest = topk_by_sorting
@@ -135,6 +137,12 @@ class StepReads:
     merging: type[MergingStates] = Merging
     attend_generated: RaggedAttention | None = None
     records: StagedReads = field(default_factory=StagedReads)
+
+    def is_long(self, queries: StagedQueries) -> bool:
+        """Is attend_causal the faster one for a chunk of these?"""
+        if self.long_reads is None or queries.count < LEAST_LONG:
+            return False
+        return queries.count * queries.end >= self.long_reads
 
     @property
     def is_fixed_shape(self) -> bool:

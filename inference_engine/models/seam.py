@@ -292,6 +292,7 @@ class Seam:
         take_indexers(model)
         self._blocks = _blocks(model, kinds, attentions)
         mixers = take_mixers(model, config, [number for number, kind in enumerate(kinds) if has_state(kind)], self._now)
+        self.has_softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         # Logits that join the softmax of a head, one for each (gpt-oss).
         self.has_head_sinks = any(getattr(each, "sinks", None) is not None for each in attentions.values())
         # Without a rotary module, layers with a state know the order of tokens, and attention does not.

@@ -40,4 +40,5 @@ def test_the_operation_for_long_chunks_is_used_in_its_three_forms(
 
     ops, other = used[-1], chosen if is_used else REFERENCE
     assert ops.attend_causal is (chosen if is_used else REFERENCE.attend_causal)
+    assert (ops.long_reads is not None) == is_used
     assert (ops.attend_piece, ops.attend_causal_state) == (other.attend_piece, other.attend_causal_state)

@@ -35,13 +35,22 @@ class Package:
         self.lse_factor = 1.0
 
     def flash_attn_func(
-        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_attn_probs: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        num_splits: int,
+        return_attn_probs: bool,
     ) -> tuple[Tensor, Tensor]:
         if self.fault is not None:
             raise self.fault
         (_, tokens, heads, dim), (_, count, kv_heads, _) = q.shape, k.shape
         assert k.shape == v.shape == (1, count, kv_heads, dim) and heads % kv_heads == 0 and return_attn_probs
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16, "it was built for this alone"
+        assert num_splits in (0, 1), "0: as many as fill the device"
         assert all(each.stride(-1) == 1 for each in (q, k, v)), "else it makes a copy"
         self.asked.append((tokens, count, causal))
         keys, values = (each.float().repeat_interleave(heads // kv_heads, dim=2) for each in (k, v))

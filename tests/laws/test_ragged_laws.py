@@ -21,6 +21,7 @@ from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
+from inference_engine.kernels.attention import attend_causal
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import AttentionCall
@@ -250,6 +251,32 @@ def test_long_chunks_without_a_mask_give_what_they_give_under_one(
 
     for turn, (wanted, got) in enumerate(zip(expected, found, strict=True)):
         assert same(wanted, got, Mode.BATCHED), turn
+
+
+def test_a_chunk_reads_by_a_view_from_so_many_reads_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queries by the entries that they see, if it has as many queries as an operation for long chunks takes."""
+    seen: list[tuple[int, int]] = []
+
+    def attend(queries: Tensor, keys: Tensor, *others: Tensor, **options: Any) -> Tensor:
+        seen.append((len(queries), keys.shape[1]))
+        return attend_causal(queries, keys, *others, **options)
+
+    def said(long_reads: int | None) -> list[list[int]]:
+        ops = DeviceOps(attends_together=True, long_reads=long_reads, attend_causal=attend)
+        config = EngineConfig(**{**SMALL, "step_tokens": 320, "segment_tokens": 320})
+        with Engine(tiny_forward_on("cpu", ops=ops, is_listed=True), config) as engine:
+            session, found = opened(engine, Full(), []), []
+            for ids in (text(130), text(20, seed=1), text(130, seed=2), text(100, seed=3)):
+                engine.append(session, ids)
+                found.append(
+                    [token for token, _ in tokens(drain(engine.generate(session, GenerateParams(max_tokens=2))))]
+                )
+        return found
+
+    expected = said(None)
+    assert not seen
+    assert said(130 * 200) == expected
+    assert {queries for queries, _ in seen} == {131} and all(entries > 200 for _, entries in seen)
 
 
 @each_variant

@@ -185,7 +185,11 @@ class LayerEntries(LayerSlots, Part):
         """Can these queries read by numbers, in the step's one operation over regions?"""
         if not step.attends_together or queries.end - queries.first > step.most_queries:
             return False
-        return not self.parts or all(part.has_numbers(queries, step) for part in self.parts)
+        if self.parts and queries.has_generated:  # which some mechanism may serve in the same operation
+            return all(part.has_numbers(queries, step) for part in self.parts)
+        if step.is_long(queries) and self._is_causal(queries.positions, self.slot_count(queries.end), step):
+            return False
+        return all(part.has_numbers(queries, step) for part in self.parts)
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
         """The view of queries that read every entry, all of them in regions."""
