@@ -108,8 +108,8 @@ BUGS = (
     Bug(
         "what closed sessions leave is not given back for open ones",
         "inference_engine/kv/memory/pool.py",
-        "            if not self.spare.give_back():\n",
-        "            if True:\n",
+        "        return self.rooms.give_back() or self.spare.give_back()\n",
+        "        return self.rooms.give_back()\n",
         ("tests/engine/test_kept_prefixes.py",),
     ),
     Bug(
