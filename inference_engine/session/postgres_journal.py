@@ -226,11 +226,13 @@ class PostgresJournal(KeptJournal):
 
     @contextmanager
     def _let_go_unread(self, session_id: str) -> Iterator[None]:
-        """Another server may read what this one cannot."""
+        """Another server may read what this one cannot. It is read again here only once it is let go of: else others
+        might take it while it is in memory."""
         try:
             yield
         except (HistoryCorrupt, JournalAway):
-            self._record((self._tables.let_go, (session_id,)))
+            with self._resident.locked():
+                self._leaves_memory(session_id, self._record((self._tables.let_go, (session_id,))))
             raise
 
     def _begin_anew(self, settle: Callable[[], object]) -> None:

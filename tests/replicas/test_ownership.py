@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import pytest
 
 import kakeya
 from inference_engine.engine import Engine
-from inference_engine.errors import ConfigError, QuotaExceeded, SessionElsewhere
+from inference_engine.errors import ConfigError, JournalAway, QuotaExceeded, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.postgres_journal import PostgresJournal
 from inference_engine.types import Durability, GenerateParams, TokenCommitted
@@ -220,6 +221,32 @@ def test_limits_of_an_owner_hold_for_all_servers_within_some_seconds(database: D
         of_two._count_again()
         with pytest.raises(QuotaExceeded, match="kept_sessions_per_owner"):
             two.create_session()
+
+
+def test_a_session_that_could_not_be_read_is_let_go_of_before_it_is_read_again(
+    database: Database,
+) -> None:
+    """Else it would be another server's while it is in memory here."""
+
+    def away() -> Any:
+        raise JournalAway
+
+    with replica(database, "two") as (two, _):
+        session = two.create_session().session_id
+        two.append(session, PROMPT)
+    with replica(database, "one") as (one, journal):
+        with journal._db_lock:  # what is recorded waits, as while the database is away
+            journal._reading = away
+            with pytest.raises(JournalAway):
+                one.recall(session)
+            del journal._reading
+            again = threading.Thread(target=one.recall, args=(session,))
+            again.start()
+            again.join(0.3)
+        again.join(30)
+        saved(one)
+        assert one.session_info(session).history_length == len(PROMPT)
+        assert database.say(f"select replica from kakeya.sessions where id = '{session}'") == [("one",)]
 
 
 async def test_clients_of_a_server_that_stops_need_not_wait_for_its_restart(database: Database) -> None:
