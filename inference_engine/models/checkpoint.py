@@ -56,7 +56,8 @@ class StoredTensor:
 
     shape: (outputs, inputs), or (n,). encoding: F32, F16, BF16, or llama.cpp's name of a block: Q4_0, Q4_1, Q8_0, Q4_K,
     Q6_K and others. data: its bytes, a view of the mapped file; rows of a matrix lie one after another. row_order: the
-    stored row of each output, None if it is the same. added: what the file holds more than the number itself.
+    stored row of each output, column_order the stored column of each input, None if it is the same. added: what the
+    file holds more than the number itself.
     """
 
     name: str
@@ -66,6 +67,7 @@ class StoredTensor:
     data: NDArray[np.uint8]
     row_order: NDArray[np.int64] | None = None
     added: float = 0.0
+    column_order: NDArray[np.int64] | None = None
 
     def as_float32(self) -> NDArray[np.float32]:
         """A copy of the numbers, in transformers' order. Raises ModelError for blocks that have no dimension for rows.
@@ -75,6 +77,8 @@ class StoredTensor:
         found = self._stored().reshape(self.shape)
         if self.row_order is not None:
             found = found[self.row_order]
+        if self.column_order is not None:
+            found = found[:, self.column_order]
         return found - np.float32(self.added) if self.added else found
 
     def rows(self, start: int, end: int) -> NDArray[np.float32]:
@@ -457,24 +461,6 @@ class GgufCheckpoint(Checkpoint):
             )
         return np.ascontiguousarray(found.reshape(shape), np.float32)
 
-    def unpacking(self, executor: str, dtype: str = "float32", number_bytes: int = 4) -> str:
-        found = super().unpacking(executor, dtype, number_bytes)
-        apart = [
-            part
-            for recipe in self._made.values()
-            if isinstance(recipe.way, MovedBlocks) and recipe.way.columns is not None
-            for part in recipe.parts
-            if _block_order(recipe.way.columns, part.encoding) is None
-        ]
-        if executor != "native" or not apart:
-            return found
-        numbers, stored = 4 * sum(math.prod(part.shape) for part in apart), sum(part.size_bytes for part in apart)
-        said = (
-            f"{len(apart)} tensors with columns in another order, {apart[0].name} first, are unpacked to float32: "
-            f"{numbers / 1e6:,.1f} MB of memory for {stored / 1e6:,.1f} MB of the file"
-        )
-        return f"{found}; {said}" if found else said
-
     def _numbers_of(self, name: str, recipe: _Recipe) -> NDArray[np.float32]:
         parts = [self._stored(part.name, _Stored(tensor=part)).as_float32() for part in recipe.parts]
         try:
@@ -581,7 +567,7 @@ class GgufCheckpoint(Checkpoint):
         )
 
     def _moved(self, name: str, recipe: _Recipe) -> StoredTensor:
-        """In blocks if these only move, else the numbers."""
+        """In blocks, else the numbers. Where columns leave their blocks, these stay, and the order is said."""
         tensors = [self._stored(part.name, _Stored(tensor=part)) for part in recipe.parts]
         first, way = tensors[0], recipe.way
         if isinstance(way, MovedBlocks) and len({(one.encoding, one.shape[1:]) for one in tensors}) == 1:
@@ -592,8 +578,11 @@ class GgufCheckpoint(Checkpoint):
                 order = _block_order(way.columns, kind)
             if order is not None:
                 data = np.ascontiguousarray(data.reshape(rows, -1, kind.size_bytes)[:, order]).reshape(-1)
-            if (way.columns is None or order is not None) and (way.rows is None or len(way.rows) == rows):
-                return replace(first, name=name, shape=(rows, columns), data=data, row_order=way.rows)
+            if all(own is None or len(own) == size for own, size in ((way.rows, rows), (way.columns, columns))):
+                left = way.columns if order is None else None
+                return replace(
+                    first, name=name, shape=(rows, columns), data=data, row_order=way.rows, column_order=left
+                )
         if self._last is None or self._last.name != name:
             found = self._numbers_of(name, recipe)
             data = np.ascontiguousarray(found, np.float32).reshape(-1).view(np.uint8)

@@ -265,6 +265,7 @@ CONFIG_KEYS = _keys(
     ("rope_interleave", HONOURED, "latent attention: in which order numbers are rotated in pairs"),
     ("index_topk index_n_heads index_head_dim", HONOURED, "latent attention to tokens that an indexer chooses"),
     ("indexer_types", HONOURED, "which layers have an indexer; others read what the one before has chosen"),
+    ("index_topk_pattern index_topk_freq index_skip_topk_offset", HONOURED, "the same, where it is not there"),
     ("hidden_act hidden_activation", HONOURED, "the activation of the feed-forward layers"),
     ("rms_norm_eps", HONOURED, "of every norm"),
     ("max_position_embeddings", HONOURED, "the trained positions"),

@@ -292,6 +292,13 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "index_n_heads": ("deepseek_v32", {}, 4),
     "index_head_dim": ("deepseek_v32", {}, 24),
     "indexer_types": ("glm_moe_dsa", {}, ["full", "full"]),
+    "index_topk_pattern": ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, "FF"),
+    "index_topk_freq": ("glm_moe_dsa", {"indexer_types": None, "index_skip_topk_offset": 1, "index_topk_freq": 2}, 1),
+    "index_skip_topk_offset": (
+        "glm_moe_dsa",
+        {"indexer_types": None, "index_skip_topk_offset": 1, "index_topk_freq": 2},
+        2,
+    ),
     "shared_expert_intermediate_size": ("qwen2_moe", {}, 8),
     "qkv_bias": ("qwen2_moe", {}, False),
     "no_rope_layers": ("smollm3", {}, [1, 1]),

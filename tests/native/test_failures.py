@@ -26,7 +26,7 @@ from tests.tiny_native import library, tiny_native
 
 
 class _Float32:
-    encoding, row_order = "F32", None
+    encoding, row_order, column_order = "F32", None, None
 
     def __init__(self, numbers: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
         self.numbers = numbers

@@ -115,6 +115,9 @@ class SourceTensor(Protocol):
     @property
     def row_order(self) -> NDArray[np.int64] | None: ...
 
+    @property
+    def column_order(self) -> NDArray[np.int64] | None: ...
+
     def as_float32(self) -> NDArray[np.float32]: ...
 
 
@@ -296,6 +299,7 @@ class Program:
         assert 0 <= operation.offset <= width - outputs, "a product writes within its register"
         biases = dict(zip(operation.matrices, operation.biases, strict=False))
         offset = 0
+        yield from self._ordered(operation)
         for names in self.packed.alike(operation.matrices):
             one = self.lowered(operation)
             sizes = [self.packed.rows(name) for name in names]
@@ -313,6 +317,22 @@ class Program:
 
     def numbers(self, name: str, width: int) -> NDArray[np.float32]:
         """Of a norm or a bias. Raises ModelError if they are not `width`."""
+    def _ordered(self, operation: Product) -> Iterator[NativeOperation]:
+        """The input in the order of the matrix's columns, where that is another one: it lies so afterwards."""
+        orders = [self.packed.column_order(name) for name in operation.matrices]
+        if all(order is None for order in orders):
+            return
+        first = orders[0]
+        if first is None or any(order is None or not np.array_equal(order, first) for order in orders):
+            raise NotNative(f"{', '.join(operation.matrices)} have their columns in several orders")
+        for later in self.steps.operations[self.steps.operations.index(operation) + 1 :]:
+            if operation.input in later.reads:
+                raise NotNative(f"{operation.matrices[0]} has its columns in an order that only it has")
+            if later.writes == operation.input:
+                break
+        places = tuple(np.argsort(first).tolist())
+        yield from _arrange(self, Arrange(register=operation.input, heads=1, width=len(places), order=places))
+
         return _sized(self.packed.checkpoint.tensor(name), name, width)
 
     def vector(self, numbers: NDArray[np.float32]) -> int:
@@ -625,6 +645,10 @@ class _Packed:
 
     def rows(self, name: str) -> int:
         """The outputs of a matrix. Raises ModelError for anything else."""
+    def column_order(self, name: str) -> NDArray[np.int64] | None:
+        """The stored column of each input; None: they are in order."""
+        return None if self._of_another([name]) is not None else self.checkpoint.tensor(name).column_order
+
         if (matrix := self._of_another([name])) is not None:
             return matrix.outputs
         shape = self.checkpoint.tensor(name).shape

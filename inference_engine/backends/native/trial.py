@@ -81,6 +81,7 @@ class _Loaded:
     states: Tensor
     encoding: str = "F32"
     row_order: None = None
+    column_order: None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
