@@ -17,6 +17,7 @@ Keys = Mapping[str, tuple[str, str]]  # what becomes of it, and how
 
 _MOST_NAMED = 6
 _TRAINING = "training"
+_MODULES = "how transformers' modules compute"
 _KV_HEADS = (
     "KV heads; absent: as many as query heads. `granitehybrid`, `lfm2`, `lfm2moe`, `qwen35`, `qwen35moe`, `qwen3next`: "
     "a layer with 0 has no attention"
@@ -310,12 +311,34 @@ CONFIG_KEYS = _keys(
     ("block_auto_adjust_ff_dim block_ffn_dim_multiplier block_multiple_of", HONOURED, "LFM2's feed-forward layers"),
     ("mamba_n_heads mamba_d_head mamba_d_state mamba_n_groups mamba_d_conv", HONOURED, "layers with a state space"),
     ("mamba_expand mamba_conv_bias mamba_proj_bias time_step_limit", HONOURED, "the same"),
-    ("mamba_chunk_size", NO_EFFECT, "how many tokens of a prefill are computed together"),
+    ("mamba_chunk_size chunk_size", NO_EFFECT, "how many tokens of a prefill are computed together"),
+    ("mamba_d_ssm mamba_rms_norm mamba_norm_before_gate projectors_bias", HONOURED, "Falcon-H1's state space"),
+    ("attention_in_multiplier attention_out_multiplier key_multiplier", HONOURED, "factors of Falcon-H1"),
+    ("lm_head_multiplier mlp_multipliers", HONOURED, "the same"),
+    ("ssm_in_multiplier ssm_out_multiplier ssm_multipliers", HONOURED, "the same"),
+    ("mamba_num_heads mamba_head_dim ssm_state_size n_groups conv_kernel", HONOURED, "Nemotron-H's state space"),
+    ("mamba_hidden_act use_conv_bias use_bias time_step_min layer_norm_epsilon", HONOURED, "the same"),
+    ("mlp_hidden_act moe_shared_expert_intermediate_size moe_latent_size", HONOURED, "Nemotron-H's other layers"),
+    ("attn_layer_indices layers_block_type", HONOURED, "which layers have attention; the latter is `layer_types`"),
+    (
+        "attention_k_eq_v num_kv_shared_layers",
+        HONOURED,
+        "Gemma 4: values made of keys, layers that read others' entries",
+    ),
+    ("use_double_wide_mlp enable_moe_block top_k_experts", HONOURED, "Gemma 4's feed-forward layers"),
+    ("hidden_size_per_layer_input vocab_size_per_layer_input", HONOURED, "Gemma 4's inputs of layers"),
+    ("expand time_step_max time_step_floor hidden_dropout rescale_prenorm_residual", NO_EFFECT, _TRAINING),
+    ("z_loss_coefficient", NO_EFFECT, _TRAINING),
+    (
+        "num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32",
+        NO_EFFECT,
+        _MODULES,
+    ),
     ("embedding_multiplier attention_multiplier residual_multiplier logits_scaling", HONOURED, "of Granite"),
     ("position_embedding_type shared_intermediate_size", HONOURED, "of Granite"),
     ("full_attention_interval", HONOURED, "the same: which layers have none, where `layer_types` is not there"),
     ("num_mtp_layers num_nextn_predict_layers", NO_EFFECT, "layers that predict later tokens are not run"),
-    ("mtp_num_hidden_layers mtp_use_dedicated_embeddings", NO_EFFECT, "the same"),
+    ("mtp_num_hidden_layers mtp_use_dedicated_embeddings mtp_layers_block_type", NO_EFFECT, "the same"),
     ("use_cache cache_implementation", NO_EFFECT, "K and V are the runtime's own"),
     ("chunk_size_feed_forward output_hidden_states output_attentions return_dict", NO_EFFECT, "of transformers' calls"),
     ("qk_head_dim", NO_EFFECT, "the sum of `qk_nope_head_dim` and `qk_rope_head_dim`"),

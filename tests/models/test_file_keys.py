@@ -211,6 +211,51 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "num_dense_layers": ("lfm2_moe", {}, 2),
     "use_expert_bias": ("lfm2_moe", {}, False),
     "conv_L_cache": ("lfm2", {}, 4),
+    **{
+        key: ("falcon_h1", {}, value)
+        for key, value in {
+            "mamba_d_ssm": 64,
+            "mamba_rms_norm": True,
+            "projectors_bias": True,
+            "ssm_multipliers": [2.0, 1.0, 1.0, 1.0, 1.0],
+            "mlp_multipliers": [2.0, 1.0],
+            **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 2.0),
+            **dict.fromkeys(("lm_head_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"), 2.0),
+        }.items()
+    },
+    "mamba_norm_before_gate": ("falcon_h1 with a norm", {}, False),
+    **{
+        key: ("nemotron_h", {}, value)
+        for key, value in {
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 8,
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "mamba_hidden_act": "gelu",
+            "use_conv_bias": False,
+            "use_bias": True,
+            "time_step_min": 5.0,
+            "layer_norm_epsilon": 0.5,
+            "mlp_hidden_act": "gelu",
+            "moe_shared_expert_intermediate_size": 8,
+            "moe_latent_size": 16,
+            "layers_block_type": ["mamba", "attention", "mlp", "mlp"],
+        }.items()
+    },
+    "attn_layer_indices": ("bamba", {}, [0]),
+    **{
+        key: ("gemma4_text", {}, value)
+        for key, value in {
+            "attention_k_eq_v": True,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "enable_moe_block": False,
+            "top_k_experts": 1,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 8,
+        }.items()
+    },
     "conv_bias": ("lfm2", {}, True),
     "full_attn_idxs": ("lfm2", {"layer_types": None, "full_attn_idxs": [1]}, [0, 1]),
     "block_auto_adjust_ff_dim": ("lfm2", {}, False),
@@ -319,6 +364,7 @@ _LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 16,
 }
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 _INDEX = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 # Families of which there are no GGUF files here.
 OTHERS = {
@@ -356,6 +402,36 @@ OTHERS = {
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         num_dense_layers=1,
+    ),
+    "bamba": configured("Bamba", **_MAMBA, attn_layer_indices=[1]),
+    "falcon_h1": configured("FalconH1", **_MAMBA, mamba_d_ssm=128),
+    "falcon_h1 with a norm": configured("FalconH1", **_MAMBA, mamba_d_ssm=128, mamba_rms_norm=True),
+    "nemotron_h": configured(
+        "NemotronH",
+        layers_block_type=["mamba", "attention", "mlp", "moe"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        head_dim=16,
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+    ),
+    "gemma4_text": configured(
+        "Gemma4Text",
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        head_dim=16,
+        global_head_dim=32,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=16,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=259,
     ),
     "lfm2": configured("Lfm2", block_multiple_of=16, layer_types=["conv", "full_attention"]),
     "granitemoehybrid": configured(
