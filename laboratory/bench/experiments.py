@@ -67,6 +67,7 @@ EXPERIMENTS = {
     "long-session": Experiment(
         "laboratory.bench.long_session", "one agent's session, turn after turn, beside fresh ones"
     ),
+    "open-chunk": Experiment("laboratory.bench.open_chunk", "recurrent states by the tokens that are folded together"),
     "serve": Experiment("laboratory.bench.serve", "a server of ours, or a given one, under the load of many agents"),
     "server": Experiment("laboratory.bench.server", "what RPCs cost beside a bare echo"),
     "start": Experiment("laboratory.bench.start", "start of a server beside a bare from_pretrained: time and memory"),

@@ -76,8 +76,8 @@ from inference_engine.native.library import (
 from inference_engine.native.library import Kernels as NativeKernels
 
 _LANES = 16
-# Tokens of an open chunk, and the entries that there is room for: 8 draft tokens behind those of a chunk and one.
-_CHUNK, _OPEN = 8, 16
+# Room for 8 draft tokens behind those of a chunk and one. What other chunks take: `kakeya bench open-chunk`.
+OPEN_CHUNK = OpenChunk(tokens=8, room=16)
 _NO_TILES: NDArray[np.uint8] = np.zeros(0, np.uint8)
 _PACKED_AT_ONCE = 2**20  # numbers
 # Their places are the numbers of types.h.
@@ -146,8 +146,9 @@ class Program:
         threads: int = 0,
         level: str = "auto",
         shares: Program | None = None,
+        open_chunk: OpenChunk = OPEN_CHUNK,
     ) -> None:
-        """threads: 0 means one for each core.
+        """threads: 0 means one for each core. open_chunk: of recurrent states.
 
         shares: a program whose matrices are used under their names, and its threads; it stays open at least as long.
 
@@ -156,6 +157,7 @@ class Program:
         """
         KERNELS.check(steps.operations)
         self.steps = steps
+        self._chunk = open_chunk
         self.kernels: NativeKernels = library.kernels(level)
         self.kv_type = kv_type
         self.library = library
@@ -204,7 +206,7 @@ class Program:
     def states(self, layers: int) -> tuple[Recurrent | None, ...]:
         """By layer of a model of `layers`, what it keeps of the history; () if no layer does."""
         found: dict[int, Recurrent | None] = {
-            one.layer: Recurrent((StateTensor((numbers,), "float32", 4),), OpenChunk(tokens=_CHUNK, room=_OPEN))
+            one.layer: Recurrent((StateTensor((numbers,), "float32", 4),), self._chunk)
             for one, numbers in zip(self.steps.states, self._state_numbers, strict=True)
         }
         return tuple(found.get(number) for number in range(layers)) if found else ()
@@ -213,8 +215,8 @@ class Program:
     def _state_numbers(self) -> list[int]:
         numbers = (
             one.value_heads * one.key_dim * one.value_dim
-            + _OPEN * (one.key_heads * one.key_dim + one.value_heads * (one.value_dim + 1))
-            + (one.taps - 1 + _OPEN) * one.channels
+            + self._chunk.room * (one.key_heads * one.key_dim + one.value_heads * (one.value_dim + 1))
+            + (one.taps - 1 + self._chunk.room) * one.channels
             for one in self.steps.states
         )
         return [-(-each // _LANES) * _LANES for each in numbers]
@@ -269,7 +271,7 @@ class Program:
             *(
                 NativeState(
                     *(one.channels, one.taps, one.key_heads, one.value_heads, one.key_dim, one.value_dim),
-                    *(_CHUNK, _OPEN, start),
+                    *(self._chunk.tokens, self._chunk.room, start),
                 )
                 for one, start in zip(self.steps.states, starts, strict=False)
             )
@@ -297,9 +299,9 @@ class Program:
         width = self.steps.vocabulary if operation.output is None else self.steps.widths[operation.output]
         outputs = width if operation.count is None else operation.count
         assert 0 <= operation.offset <= width - outputs, "a product writes within its register"
+        yield from self._ordered(operation)
         biases = dict(zip(operation.matrices, operation.biases, strict=False))
         offset = 0
-        yield from self._ordered(operation)
         for names in self.packed.alike(operation.matrices):
             one = self.lowered(operation)
             sizes = [self.packed.rows(name) for name in names]
@@ -315,8 +317,6 @@ class Program:
                 "weights do not fit config.json"
             )
 
-    def numbers(self, name: str, width: int) -> NDArray[np.float32]:
-        """Of a norm or a bias. Raises ModelError if they are not `width`."""
     def _ordered(self, operation: Product) -> Iterator[NativeOperation]:
         """The input in the order of the matrix's columns, where that is another one: it lies so afterwards."""
         orders = [self.packed.column_order(name) for name in operation.matrices]
@@ -333,6 +333,8 @@ class Program:
         places = tuple(np.argsort(first).tolist())
         yield from _arrange(self, Arrange(register=operation.input, heads=1, width=len(places), order=places))
 
+    def numbers(self, name: str, width: int) -> NDArray[np.float32]:
+        """Of a norm or a bias. Raises ModelError if they are not `width`."""
         return _sized(self.packed.checkpoint.tensor(name), name, width)
 
     def vector(self, numbers: NDArray[np.float32]) -> int:
@@ -643,12 +645,12 @@ class _Packed:
         let_go(data)
         return error
 
-    def rows(self, name: str) -> int:
-        """The outputs of a matrix. Raises ModelError for anything else."""
     def column_order(self, name: str) -> NDArray[np.int64] | None:
         """The stored column of each input; None: they are in order."""
         return None if self._of_another([name]) is not None else self.checkpoint.tensor(name).column_order
 
+    def rows(self, name: str) -> int:
+        """The outputs of a matrix. Raises ModelError for anything else."""
         if (matrix := self._of_another([name])) is not None:
             return matrix.outputs
         shape = self.checkpoint.tensor(name).shape
