@@ -64,7 +64,7 @@ class Turn:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--strategy", type=strategy_argument, default=parse_strategy(_DEFAULT), metavar="SPEC",
+        "--restored", type=strategy_argument, default=parse_strategy(_DEFAULT), metavar="SPEC",
         help=f"a strategy of mode select (default: {_DEFAULT})",
     )  # fmt: skip
     parser.add_argument("--choices", nargs="+", type=int, default=[4, 1000], metavar="N", help="of a cache with rooms")
@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
     """Measure and return the record's payload."""
     require_at_least(arguments, length=1, appended=1, rounds=1, tokens=_SETTLED + 2)
     rounds = 1 if arguments.quick else arguments.rounds
-    asked = sides(target, arguments.strategy, arguments.choices)
+    asked = sides(target, arguments.restored, arguments.choices)
     text = target.texts.filler(arguments.kind, arguments.length + (rounds + 1) * arguments.appended, arguments.seed)
     bounds, found = measure(target, asked, text, arguments.length, arguments.appended, arguments.tokens, rounds)
     return {
@@ -105,7 +105,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 def sides(target: Target, strategy: KVStrategy, choices: Sequence[int]) -> dict[str, Side]:
     """What is measured, by name. Raises InvalidArgument for a strategy that chooses nothing."""
     if not isinstance(strategy, Restored) or not strategy.selects:
-        raise InvalidArgument("strategy", f"must be restored with mode=select, got {strategy}")
+        raise InvalidArgument("restored", f"must be restored with mode=select, got {strategy}")
     geometry = geometry_of(target)
     whole = strategy.resolved(geometry)
     alike = ",".join(f"{name}={getattr(whole, name)}" for name in ("sink", "window", "budget", "rank", "bits", "run"))

@@ -17,7 +17,7 @@ SELECT = "restored:source=latent,bytes_per_token=160,mode=select,sink=2,window=1
 
 def test_rooms_are_beside_full_gather_and_a_cache_without_them(tmp_path: Path) -> None:
     library()
-    typed = ("--strategy", SELECT, "--length=150", "--rounds=2", "--tokens=18", "--appended=5", "--choices", "3")
+    typed = ("--restored", SELECT, "--length=150", "--rounds=2", "--tokens=18", "--appended=5", "--choices", "3")
     model = ModelConfig(model=str(save_tiny_chat_model(tmp_path)), threads=1)
     with open_target(model, EngineConfig(**SMALL), latent=tiny_latent(), components=tiny_components()) as target:
         values = main(typed_for(add_arguments, *typed), target)["values"]
