@@ -61,6 +61,7 @@ class Parts:
     digests: Callable[[], tuple[str, str]]
     components: ModelComponents | None = None
     read_tokens: ReadTokenBytes | None = None  # their bytes, for constraints
+    tensor_parallel: int = 1  # ranks that have a part of the model each
     end_ids: tuple[int, ...] = ()  # end a turn by the model's files: `server/http/turn_ends.py` finds them
 
     def engine(self, config: EngineConfig, *, tracing: Tracing | None = None) -> Engine:
@@ -69,6 +70,10 @@ class Parts:
         from inference_engine.metrics import EngineMetrics
         from inference_engine.session.journals import open_journal
 
+        if self.tensor_parallel > 1:
+            from inference_engine.backends.ranks.loading import check_engine_config
+
+            check_engine_config(config, self.tensor_parallel)
         # They are read from the files where sessions outlive the process, and else not needed.
         weights, codec = ("", "") if config.kept is Durability.NONE else self.digests()
         metrics = EngineMetrics()
@@ -114,6 +119,7 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
         digests=lambda: _digests(model),
         components=components,
         read_tokens=partial(read_token_bytes, model.model, model.cache_path),
+        tensor_parallel=model.tensor_parallel,
     )
 
 
@@ -187,7 +193,7 @@ def open_backend(config: ModelConfig, admitted: Admitted | None = None) -> Forwa
     if config.device == "mlx":
         return _open_on_mlx(config, admitted)
     admitted = admitted or admit(config)
-    if config.backend == "torch":
+    if config.backend == "torch" or config.tensor_parallel > 1:
         return BACKENDS["torch"](config, admitted)
     try:
         return BACKENDS["native"](config, admitted)
@@ -239,7 +245,9 @@ def executor(config: ModelConfig) -> tuple[str, str]:
             "is read as it is where its family has a list" if config.device != "cpu" else "is unpacked at each product"
         )
         return "torch", f"its matrices are stored in {layout}, which {how}"
-    if config.backend != "torch":
+    if config.tensor_parallel > 1:
+        reason = f"tensor_parallel is {config.tensor_parallel}"
+    elif config.backend != "torch":
         from inference_engine.backends.native.loading import check_stored, open_library
 
         try:
@@ -274,6 +282,8 @@ def _open_on_mlx(config: ModelConfig, admitted: Admitted | None) -> Forward:
     from inference_engine.models.folder import layout_of
 
     try:
+        if config.tensor_parallel > 1:
+            raise NotOnMlx(f"tensor_parallel={config.tensor_parallel} is for GPUs of CUDA")
         if config.backend != "auto":
             raise NotOnMlx(f"backend={config.backend} is about other devices")
         if reason := why_missing():
@@ -293,6 +303,10 @@ def _open_mlx(config: ModelConfig, admitted: Admitted) -> Forward:
 
 
 def _open_torch(config: ModelConfig, admitted: Admitted) -> Forward:
+    if config.tensor_parallel > 1:
+        from inference_engine.backends.ranks.loading import open_ranks
+
+        return open_ranks(config, admitted)
     from inference_engine.backends.torch_loading import open_torch
 
     return open_torch(config, admitted)

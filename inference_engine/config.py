@@ -37,6 +37,7 @@ _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
 _LEASE_SECONDS = 5.0
 _MOST_THREADS = 1024  # with more than a system lets a process have, OpenMP ends it
+_MOST_RANKS = 64
 _WIRE_LARGEST = 2**31 - 1  # the range of gRPC and the wire contract
 _BOOLEANS = {"true": True, "false": False}
 # Settings of sessions in a state_dir, which say nothing without one.
@@ -308,13 +309,15 @@ class ModelConfig:
     graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
     linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
     threads: int = 0  # 0: one for each core that this process may use
+    # Ranks that have a part of the model's heads and weights each, one to a GPU, in processes of their own; 1: none
+    tensor_parallel: int = 1
     cache_dir: str = ""  # "": the user's cache folder
     latent: str = "auto"  # the latent codec: a folder, "auto" for the one in the cache if there is one, or "none"
     drafter: str = "auto"  # "ngram", "trained", a drafter's folder, "auto", or "none"; see `compose.py`
 
     def __post_init__(self) -> None:
-        _at_least(self, threads=0)
-        _at_most(self, threads=_MOST_THREADS)
+        _at_least(self, threads=0, tensor_parallel=1)
+        _at_most(self, threads=_MOST_THREADS, tensor_parallel=_MOST_RANKS)
         if not self.model:
             raise ConfigError("model must be a name, a folder or a file, got an empty string")
         if self.device == "auto":

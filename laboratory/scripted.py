@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Borrower, Result, Step, T
+from inference_engine.backends.base import Borrower, NeverFails, Result, Step, T
 from inference_engine.errors import ModelError
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
@@ -111,7 +111,7 @@ class ScriptedModel:
         return torch.from_numpy((_signed(_mix(mixed[:, None] ^ self._token_salts)) + 1.0) / 2.0 * LOGIT_SCALE).float()
 
 
-class ScriptedForward:
+class ScriptedForward(NeverFails):
     """The scripted model behind the same protocol as any other, on the CPU."""
 
     def __init__(

@@ -340,6 +340,9 @@ class WatchedForward:
     def inference_mode(self) -> AbstractContextManager[object]:
         return self._forward.inference_mode()
 
+    def failure(self) -> str:
+        return self._forward.failure()
+
     @property
     def records_graphs(self) -> bool:
         return self._forward.records_graphs

@@ -181,9 +181,19 @@ class Forward(Protocol):
     def inference_mode(self) -> AbstractContextManager[object]:
         """Steps are planned and run within it; made anew for each."""
 
+    def failure(self) -> str:
+        """Why it can run no more steps; "": it can. Asked from any thread."""
+
     @property
     def records_graphs(self) -> bool:
         """Are steps of fixed shapes recorded as graphs and replayed?"""
+
+
+class NeverFails:
+    """Of a Forward in one process."""
+
+    def failure(self) -> str:
+        return ""
 
 
 def use_threads(count: int) -> None:

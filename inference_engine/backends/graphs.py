@@ -22,7 +22,9 @@ from torch import Tensor
 
 from inference_engine.backends.base import Result, Step
 from inference_engine.backends.op_list_executor import OpListExecutor
-from inference_engine.backends.recording import GraphMemory, Recording, Recordings, padded
+from inference_engine.backends.ranks.group import gather_peaks
+from inference_engine.backends.ranks.leader import ALONE, Followers
+from inference_engine.backends.recording import GraphMemory, Numbers, Recording, Recordings, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedRead
@@ -92,16 +94,17 @@ class StepGraphs:
         memory: GraphMemory,
         listed: OpListExecutor | None = None,
         ends: StepEnds = PLAIN_ENDS,
+        followers: Followers = ALONE,
     ) -> None:
         """Records all steps whose queries read all they see, so that no request waits for a recording later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
-        finds the largest logits.
+        finds the largest logits. followers: run what is run here.
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
         self._device = pool.memory.device
-        self._memory, self._ends = memory, ends
+        self._memory, self._ends, self._followers = memory, ends, followers
         self._taps = {(), tap_layers}
         # Of kinds met while serving; None: it cannot be recorded.
         self._tried: Recordings[Recorded | None] = Recordings(MOST_KINDS, STALE_LOOKS)
@@ -134,7 +137,7 @@ class StepGraphs:
                 has_chunks=kind.has_chunks,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
-            return logits, states, self._ends.peaks(logits)
+            return logits, states, gather_peaks(self._followers.group, self._ends.peaks(logits), logits.shape[1])
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
         idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
@@ -181,25 +184,33 @@ class StepGraphs:
 
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
         """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""
-        logits, taps, _ = self._run(step, fed)
+        logits, taps, _ = self._run(step, fed, collects=True)
         # Copies: the next step overwrites the graph's outputs.
-        return Result(logits[: len(step.logit_queries)].clone(), _copy(taps, step))
+        return Result(self._followers.group.gather(logits)[: len(step.logit_queries)].clone(), _copy(taps, step))
 
     def run_greedily(self, step: Step, fed: Tensor | None = None) -> tuple[Peaks, Tensor | None]:
         """As `run`, without logits: their peaks, of the first rows, which the next step overwrites; and the taps."""
-        _, taps, peaks = self._run(step, fed)
+        _, taps, peaks = self._run(step, fed, collects=False)
         return peaks, _copy(taps, step)
 
-    def _run(self, step: Step, fed: Tensor | None) -> tuple[Tensor, Tensor | None, Peaks]:
+    def _run(self, step: Step, fed: Tensor | None, *, collects: bool) -> tuple[Tensor, Tensor | None, Peaks]:
         plan = step.plan
         size, recorded = _size(step), self._recorded(step)
         assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
+        shared = padded(plan.rotary_positions, size), kept, numbers.all
+        self._followers.replay(_kind(step), shared, collects=collects)
+        return recorded.run(padded(step.token_ids, size), *shared, fed=fed)
 
-        return recorded.run(
-            padded(step.token_ids, size), padded(plan.rotary_positions, size), kept, numbers.all, fed=fed
-        )
+    def replay(self, kind: RecordedKind, numbers: Numbers, *, collects: bool) -> None:
+        """Run a step that was recorded at the start, beside the first rank, which alone knows its ids.
+
+        collects: are its logits wanted there?
+        """
+        logits, _, _ = self._at_start[kind].run(np.zeros(kind.tokens, dtype=np.int64), numbers)
+        if collects:
+            self._followers.group.gather(logits)
 
 
 def _copy(taps: Tensor | None, step: Step) -> Tensor | None:

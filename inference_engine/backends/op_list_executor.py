@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference_engine.backends.ranks.causal_plan import CausalPlan
+from inference_engine.backends.ranks.group import ALONE, RankGroup
+from inference_engine.backends.ranks.split_list import of_rank
 from inference_engine.kernels.fused import ExpertMatrices, Fused, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
@@ -35,6 +38,7 @@ from inference_engine.models.families import step_list
 from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.operations import (
     Add,
+    AllReduce,
     Attend,
     Embed,
     Experts,
@@ -71,7 +75,7 @@ class _State(PlainStep):
     """A step on its way through the list. turns: of the rotation tables. plan: tables, if all queries read regions."""
 
     turns: Mapping[str, RopeTable]
-    plan: StepTables | StepPlan
+    plan: StepTables | StepPlan | CausalPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,17 +228,21 @@ def _until_written(operations: Sequence[Operation], register: str) -> Sequence[O
 class OpListExecutor:
     """Runs steps by the list."""
 
-    def __init__(self, seam: Seam, fused: Fused) -> None:
-        """Lays out the weights of the seam's model. Raises NoStepListError, and then they are as they were."""
+    def __init__(self, seam: Seam, fused: Fused, group: RankGroup = ALONE) -> None:
+        """Lays out the weights of the seam's model. Raises NoStepListError, and then they are as they were.
+
+        group: the ranks whose parts make the model, of which this is one.
+        """
         self._seam = seam
         self._fused = fused
+        self._group = group
         names = _parameters(seam.model)
         quantised = _quantised(seam.model)
         of_experts = _names_of_experts(names)
         buffers = {text_name(name): buffer for name, buffer in seam.model.named_buffers()}
-        self.steps = step_list(
-            seam.model.config.get_text_config(), seam.layers, {*names, *buffers, *quantised, *of_experts}, seam.reads
-        )
+        own = {*names, *buffers, *quantised, *of_experts}
+        steps = step_list(seam.model.config.get_text_config(), seam.layers, own, seam.reads)
+        self.steps = of_rank(steps, group.rank, group.ranks)
         rotaries = {each.rotary for each in self.steps.operations if isinstance(each, Rotate)}
         turned = {name: 2 * len(seam.rotary_frequencies(name)[0]) for name in rotaries}
         self._operations = fuse(self.steps, turned)
@@ -337,10 +345,11 @@ class OpListExecutor:
         ids: Tensor,
         positions: Tensor,
         kept: Tensor,
-        plan: StepTables | StepPlan,
+        plan: StepTables | StepPlan | CausalPlan,
         tap_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits [n, V] float32 of the tokens `kept` [n]; hidden states [N, layers, hidden] if there are tap layers.
+        """Logits [n, V] float32 of the tokens `kept` [n], of a rank its own; hidden states [N, layers, hidden] if there
+        are tap layers.
 
         ids, positions: [N]. plan: tables, if all queries read regions. Within `Seam.attending`, and in inference mode.
         """
@@ -359,6 +368,9 @@ class OpListExecutor:
             KERNELS[operation](self, operation, state)
         assert state.logits is not None, "a list ends in logits"
         return state.logits, torch.stack(state.taps, dim=1) if state.taps else None
+
+    def all_reduce(self, operation: AllReduce, state: _State) -> None:
+        state.registers[operation.register] = self._group.sum(state.registers[operation.register])
 
     def add_norm(self, operation: NormStep, state: _State) -> None:
         residual = None if operation.residual is None else state.registers[operation.residual]
@@ -533,6 +545,7 @@ class OpListExecutor:
 
 KERNELS: OperationKernels[Callable[[OpListExecutor, Any, _State], None]] = OperationKernels("torch's executor of lists")
 KERNELS.of(FusedProduct)(OpListExecutor.multiply)
+KERNELS.of(AllReduce)(OpListExecutor.all_reduce)
 KERNELS.of(NormStep)(OpListExecutor.add_norm)
 KERNELS.of(FusedAttend)(OpListExecutor.attend)
 KERNELS.of(FusedExperts)(OpListExecutor.mix)

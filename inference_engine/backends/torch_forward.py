@@ -15,13 +15,16 @@ from torch import Tensor
 
 from inference_engine.backends.base import Borrower, Result, Step, T
 from inference_engine.backends.device_indexes import DeviceIndexes, can_index
-from inference_engine.backends.graphs import SIZES, StepGraphs
+from inference_engine.backends.graphs import SIZES, RecordedKind, StepGraphs
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.pinned import Landing
 from inference_engine.backends.quanta import probe_quanta
+from inference_engine.backends.ranks.causal_plan import CausalPlan, CausalSpan, StepShape
+from inference_engine.backends.ranks.leader import ALONE, Followers
 from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_coder import TorchCoder
+from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, Draws, draw_all, start_drawing
 from inference_engine.kernels.transfer import on_device
@@ -30,6 +33,7 @@ from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
 from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.numbers import Numbers, StepTables
 from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
@@ -77,10 +81,12 @@ class TorchForward:
         ops: DeviceOps = REFERENCE,
         records_graphs: bool = False,
         listed: OpListExecutor | None = None,
+        followers: Followers = ALONE,
     ) -> None:
         """ops: operations of the device. records_graphs: record steps with one attention call for all sessions.
 
-        listed: runs the steps in place of torch's modules, over the same weights.
+        listed: runs the steps in place of torch's modules, over the same weights. followers: the other ranks of a model
+        that has several: they run what is run here, so all of it is plan numbers.
         """
         self.seam = seam
         self._facts = facts
@@ -88,6 +94,8 @@ class TorchForward:
         self._ops = ops
         self._records_graphs = records_graphs
         self.listed = listed
+        self.followers = followers
+        self._is_whole = followers.group.ranks == 1
         # One for each pool: graphs read and write the addresses they were recorded with.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory(ops.step_ends)
@@ -106,14 +114,22 @@ class TorchForward:
         return self.seam.dtype
 
     def lend(self, borrower: Borrower[T]) -> T:
+        if not self._is_whole:
+            raise BackendError(
+                f"tensor_parallel={self.followers.group.ranks}: no rank has all of the model, which this needs; start "
+                "with tensor_parallel=1"
+            )
         return borrower.of_modules(self.seam)
 
     @property
     def drafts_with_networks(self) -> bool:
-        return True
+        return self._is_whole
 
     def inference_mode(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
+
+    def failure(self) -> str:
+        return self.followers.failure()
 
     @property
     def records_graphs(self) -> bool:
@@ -141,6 +157,7 @@ class TorchForward:
             token_quantum=token_quantum,
             key_quantum=key_quantum,
             holds_restored=False,
+            takes_codecs=self._is_whole,
             segments_at_once=_SEGMENTS_AT_ONCE if is_fast else 1,
             segments_in_a_chunk=_SEGMENTS_IN_A_CHUNK if is_fast else SEGMENTS_IN_A_CHUNK,
         )
@@ -190,11 +207,19 @@ class TorchForward:
         address_bytes: int = 0,
         tap_layers: tuple[int, ...] = (),
     ) -> KVContext:
+        followers = self.followers
+        followers.open(
+            page_tokens=geometry.page_tokens,
+            segment_tokens=geometry.segment_tokens,
+            capacity_bytes=capacity_bytes,
+            address_bytes=address_bytes,
+        )
         if self._device.type == "cpu":
             zeros = partial(reserve_zeros, dtype=self.seam.dtype, is_sparse=address_bytes > 0)
-            pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard)
+            pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard, mirror=followers)
         else:
-            pool = Pool(geometry, capacity_bytes, partial(torch.zeros, dtype=self.seam.dtype, device=self._device))
+            make = partial(torch.zeros, dtype=self.seam.dtype, device=self._device)
+            pool = Pool(geometry, capacity_bytes, make, mirror=followers)
         most_queries: int | None = None
         busy: int | None = None
         compute: Compute = compute_plainly
@@ -208,6 +233,7 @@ class TorchForward:
                 memory=self._memory,
                 listed=self.listed,
                 ends=self._ops.step_ends,
+                followers=followers,
             )
             most_queries, busy = SIZES[-1], max(SIZES[-1] + 1, self._busy_tokens)
             segment = geometry.segment_tokens
@@ -226,6 +252,9 @@ class TorchForward:
             most_tokens_at_once=most_queries,
             busy_tokens=busy,
         )
+        if not self._is_whole:
+            # Forks that read in the memory of several sessions do so by views, which are no numbers.
+            return replace(context, coder=NoCoder(), most_pieces=1)
         if not self._has_indexes:
             return context
         assert self._ops.key_indexes is not None
@@ -280,7 +309,8 @@ class TorchForward:
         """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""
         ends, count = self._ops.step_ends, len(draws)
         with torch.inference_mode():
-            peaks, taps = graphs.run_greedily(step, fed)
+            with self.followers.together():
+                peaks, taps = graphs.run_greedily(step, fed)
             ids: list[Tensor] = []
             landed = self._landing.take(
                 4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host))
@@ -290,6 +320,10 @@ class TorchForward:
         return _Launched(Result(peaks.largest[:0], taps), lambda: draws.drawn(ids[0], landed))
 
     def _forward(self, step: Step, fed: Tensor | None = None) -> Result:
+        with self.followers.together():
+            return self._computed(step, fed)
+
+    def _computed(self, step: Step, fed: Tensor | None) -> Result:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step, fed)
@@ -297,16 +331,45 @@ class TorchForward:
         kept_queries = np.asarray(step.logit_queries, dtype=np.int64)
         # One copy for all three.
         parts, count = (step.token_ids, plan.rotary_positions, kept_queries), len(step.token_ids)
+        if not self._is_whole:
+            views = () if plan.is_numbers_only else tuple(CausalSpan.of(span) for span in plan.spans)
+            shape = StepShape(tokens=count, kept=len(kept_queries), has_chunks=plan.has_chunks, views=views)
+            self.followers.compute(shape, (*parts[1:], plan.numbers.all))
         numbers = on_device(np.concatenate(parts, dtype=np.int64), self._device)
         ids, positions, kept = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
             if self.listed is not None:
                 by = plan.tables if plan.is_numbers_only else plan
-                return Result(*self.listed.run(ids, positions, kept, by, step.tap_layers))
+                logits, taps = self.listed.run(ids, positions, kept, by, step.tap_layers)
+                return Result(self.followers.group.gather(logits), taps)
             with self.seam.tapped(step.tap_layers) as states:
                 out = self.seam.model(
                     input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept
                 )
-            logits: Tensor = out.logits
-            return Result(logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
+            return Result(out.logits[0].float(), torch.stack(states, dim=2)[0] if states else None)
+
+    # -- as a rank beside the first one --------------------------------------------------------------------------------
+
+    def replay(self, context: KVContext, kind: RecordedKind, numbers: Numbers, *, collects: bool) -> None:
+        """Run a recorded step, of which the first rank alone knows the ids. collects: are its logits wanted there?"""
+        self._graphs[context.pool].replay(kind, numbers, collects=collects)
+
+    def compute(self, context: KVContext, shape: StepShape, numbers: Numbers) -> None:
+        """The same of a step that is not recorded: its positions, the tokens whose logits are computed, its tables."""
+        listed, tokens, end = self.listed, shape.tokens, shape.tokens + shape.kept
+        assert listed is not None, "ranks run lists"
+        found = on_device(numbers, self._device)
+        tables = StepTables.over(
+            found[end:],
+            context.geometry,
+            context.pool,
+            self._ops.attend_ragged,
+            tokens=tokens,
+            has_chunks=shape.has_chunks,
+        )
+        own = numbers[:tokens]
+        plan = CausalPlan(tables, shape.views, self._ops.attend_causal) if shape.views else tables
+        with torch.inference_mode(), self.seam.attending(plan, np.where(own < 0, ~own, own)):
+            ids, positions, kept = torch.zeros_like(found[:tokens]), found[:tokens], found[tokens:end]
+            self.followers.group.gather(listed.run(ids, positions, kept, plan, ())[0])

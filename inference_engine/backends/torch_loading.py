@@ -14,6 +14,8 @@ from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import should_record_graphs
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.packed_linear import can_pack, pack_linears
+from inference_engine.backends.ranks.group import RankGroup
+from inference_engine.backends.ranks.leader import ALONE, Followers
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import Twin, TwinSizes, checked
 from inference_engine.config import ModelConfig
@@ -32,6 +34,7 @@ from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)
 
+_WHOLE = "start with tensor_parallel=1"
 MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
 
 
@@ -64,8 +67,12 @@ def open_torch(config: ModelConfig, admitted: Admitted) -> TorchForward:
     return serve_loaded(loaded, config, admitted, ops=open_ops(config.kernels, torch.device(loaded.device)))
 
 
-def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps) -> TorchForward:
+def serve_loaded(
+    loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *, ops: DeviceOps, followers: Followers = ALONE
+) -> TorchForward:
     """Make a model in memory ready to run with the operations of its device; it is taken over. Raises BackendError.
+
+    followers: as TorchForward has them; then what is loaded is the first rank's part.
 
     config: of it, `linear`, `kernels`, `graphs`, `determinism` and `weights` are followed; "fp8" and "int4" are made
     on any device.
@@ -104,7 +111,11 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
             )
     # No token's bits depend on what else is in its step; where there is no list, steps are padded for it.
     invariant = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
-    listed = _listed(admitted, seam, invariant if is_invariant else ops, device, is_invariant=is_invariant)
+    group = followers.group
+    used = invariant if is_invariant else ops
+    listed = _listed(admitted, seam, used, device, is_invariant=is_invariant, group=group)
+    if group.ranks > 1:
+        ops = replace(ops, has_causal_views_only=True)  # which are a few numbers, too
     if is_invariant and listed is not None:
         ops = invariant
     facts = ModelFacts(
@@ -117,11 +128,12 @@ def serve_loaded(loaded: LoadedModel, config: ModelConfig, admitted: Admitted, *
         dtype=loaded.dtype,
         numerics=_numerics(
             loaded, _of_modules(seam, config.mode) if listed is None else "invariant" if is_invariant else "listed"
-        ),
+        )
+        + (f", {group.ranks} ranks" if group.ranks > 1 else ""),
         mode=config.mode,
         refused_strategies=admitted.refused,
     )
-    return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed)
+    return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed, followers=followers)
 
 
 def _long_reads(long: LongAttention, seam: Seam) -> int | None:
@@ -155,28 +167,40 @@ def _numerics(loaded: LoadedModel, products: str) -> str:
 
 
 def _listed(
-    admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool
+    admitted: Admitted, seam: Seam, ops: DeviceOps, device: torch.device, *, is_invariant: bool, group: RankGroup
 ) -> OpListExecutor | None:
-    """What runs the steps; or None where torch's modules do, and the log says why."""
+    """What runs the steps; or None where torch's modules do, and the log says why. Ranks raise BackendError then."""
     if not ops.attends_together:
+        if group.ranks > 1:
+            raise BackendError(f"{_of_ranks(group)} all layers to attend by one operation; {_WHOLE}")
         return None
     try:
         check_family(seam.model.config.get_text_config())
         kind, full = type(seam.model), seam.model.config
         difference = try_listed(kind, full, admitted.traits, ops=ops, device=device, is_invariant=is_invariant)
         logger.debug("a twin's logits differ by %.3g from transformers'", difference)
-        listed = OpListExecutor(seam, ops.open_invariant() if is_invariant else ops.open_fused())
+        listed = OpListExecutor(seam, ops.open_invariant() if is_invariant else ops.open_fused(), group)
         listed.check()
     except NoStepListError as reason:
+        if group.ranks > 1:
+            raise BackendError(f"{_of_ranks(group)} a list of operations: {reason}; {_WHOLE}") from reason
         logger.info("torch's modules run all steps: %s", reason)
         return None
     except Exception as error:  # what a compiler of kernels raises for a device that they do not fit
+        if group.ranks > 1:
+            raise BackendError(
+                f"{_of_ranks(group)} kernels, which do not run on {device} ({error}); {_WHOLE}"
+            ) from error
         logger.warning("torch's modules run all steps: the kernels do not run on %s (%s)", device, error, exc_info=True)
         return None
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the matrices as they were before they were joined
     return listed
+
+
+def _of_ranks(group: RankGroup) -> str:
+    return f"tensor_parallel={group.ranks} needs"
 
 
 def try_listed(

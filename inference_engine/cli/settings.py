@@ -103,6 +103,10 @@ HELP = {
     "hibernate_after_seconds": ("S", "a session idle for longer is copied into a file"),
     "state_bytes": ("SIZE", "for copies of K/V; 0: half of the free space there"),
     "state_bytes_per_owner": ("SIZE", "for copies of one owner's sessions; 0: only state_bytes applies"),
+    "tensor_parallel": (
+        "N",
+        "GPUs that have a part of the model's heads and weights each, see growing; 1: one has all",
+    ),
     "max_sessions": ("N", "sessions open at the same time"),
     "max_running": ("N", "Generates at the same time; others wait, but one of each owner begins at once"),
     "max_queued": ("N", "Generates that may wait for their turn"),

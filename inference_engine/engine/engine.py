@@ -620,6 +620,11 @@ class Engine:
         self._journal.refuse_when_blocked()
 
     @property
+    def forward_failure(self) -> str:
+        """Why no more steps can run; "": they can. Then the process has to end."""
+        return self._forward.failure()
+
+    @property
     def journal_failure(self) -> str:
         """Why sessions cannot be kept any more, and the way out; "": they can.
 

@@ -14,11 +14,10 @@ from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
 from inference_engine.kernels.components import MOST_TILE, ModelComponents
-from inference_engine.kv.context import KVContext, TokenCodec
+from inference_engine.kv.context import MOST_PIECES, KVContext, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
 from inference_engine.kv.memory.tier import open_tier
-from inference_engine.kv.parts.shared_prefix import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, bound_of, grows_with_history, whole_segments
 from inference_engine.metrics import EngineMetrics

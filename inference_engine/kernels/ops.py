@@ -60,8 +60,9 @@ class DeviceOps:
     attended to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is
     no kernel. attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given
     with it? long_reads: from how many reads of a chunk on, its queries by the entries that they see, attend_causal is
-    faster than attend_ragged; None: never. attend_generated: an attend_ragged for generated queries of a session whose
-    others read by views; None: these, too, read by views.
+    faster than attend_ragged; None: never. has_causal_views_only: do all other queries read by numbers, however many
+    they are? attend_generated: an attend_ragged for generated queries of a session whose others read by views; None:
+    these, too, read by views.
     """
 
     attend_ragged: RaggedAttention = attend_ragged
@@ -82,6 +83,7 @@ class DeviceOps:
     attends_together: bool = False
     attends_in_one_order: bool = False
     long_reads: int | None = None
+    has_causal_views_only: bool = False
     attend_generated: RaggedAttention | None = None
 
 

@@ -24,6 +24,9 @@ from inference_engine.kv.memory.tier import NoTier, Tier
 from inference_engine.kv.part import Held, Part
 from inference_engine.kv.views import StagedQueries, StepReads
 
+# Each piece is one operation in each layer of each step. A fork with more ancestors copies instead.
+MOST_PIECES = 4
+
 # rotate(keys [H, n, D], shifts [n], on the host, rotary name): the keys rotated to positions so much later (negative:
 # earlier)
 Rotate = Callable[[Tensor, Tensor, str], Tensor]
@@ -437,8 +440,9 @@ class KVContext:
     most_tokens_at_once: tokens of the longest step that is fastest in one piece, if its queries all read regions.
     Longer steps are faster in pieces, but for those of `busy_tokens` or more, which keep the device busy while the host
     launches them. None: there is no such length. most_positions_in_pieces: behind a longer history, attention outweighs
-    all else in a step, and steps beyond recording have the faster one. open_index: makes an index of keys known to the
-    operation over regions. open_tiles: what writes its tiles. settle: folds open chunks of recurrent states. latent,
+    all else in a step, and steps beyond recording have the faster one. most_pieces: of a shared prefix, in the
+    memory of as many sessions; queries read one by numbers. open_index: makes an index of keys known to the operation
+    over regions. open_tiles: what writes its tiles. settle: folds open chunks of recurrent states. latent,
     components, draft_memories, tier: a latent codec, components of keys by layer, memory for a drafter, and a second
     tier for entries, if there are any.
     """
@@ -453,6 +457,7 @@ class KVContext:
     most_tokens_at_once: int | None = None
     busy_tokens: int | None = None
     most_positions_in_pieces: int = 4096
+    most_pieces: int = MOST_PIECES
     open_index: OpenLayerIndex = open_no_index
     open_tiles: OpenTiles = open_no_tiles
     settle: Settle = settle_nothing

@@ -89,7 +89,10 @@ class StepPlan:
         self.rotary_positions = self.positions if self._in_short is None else self._turned(self.positions)
         # Views add up in another order: where the operation has one, chunks of any length are its own.
         most_queries = sys.maxsize if ops.attends_in_one_order else MOST_RAGGED_TOKENS
-        has_regions = attends_together and any(kv.staged <= most_queries for kv in sessions)
+        is_causal_only = ops.has_causal_views_only
+        has_regions = attends_together and any(
+            kv.staged <= most_queries or (is_causal_only and not kv.reads_causally) for kv in sessions
+        )
         self.numbers = StepNumbers(geometry, total, has_regions=has_regions or bool(unpadded), scratch=pool.scratch)
         self._reads = StepReads(
             geometry=geometry,
@@ -99,6 +102,7 @@ class StepPlan:
             most_queries=most_queries,
             attends_in_one_order=ops.attends_in_one_order,
             long_reads=ops.long_reads,
+            has_causal_views_only=is_causal_only,
             numbers=self.numbers,
             attention=ops.attend_ragged,
             largest=ops.largest,

@@ -34,7 +34,7 @@ from inference_engine.kv.parts.archived import ArchivedEntries, Asked
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.open_chunk import most_rejected, reserve_states
 from inference_engine.kv.parts.recurrent import PrefixStates, RecurrentStates
-from inference_engine.kv.parts.shared_prefix import MOST_PIECES, SharedPrefix
+from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.strategy import (
     KVStrategy,
     Placement,
@@ -307,7 +307,7 @@ class SessionKV:
             return ()
         borrowed = tuple(prefix.until(until) for prefix in self._prefixes)
         lent = [prefix.pieces for prefix in borrowed] or [() for _ in self._plan.resident]
-        if until - self.base < geometry.segment_tokens or len(lent[0]) == MOST_PIECES:
+        if until - self.base < geometry.segment_tokens or len(lent[0]) == self.context.most_pieces:
             return borrowed
         states: PrefixStates | None = None
         if self.states is not None and (states := self.states.lend(until)) is None:
@@ -589,6 +589,11 @@ class SessionKV:
     def fits_numbers(self) -> bool:
         """Do all its queries read regions, so that its steps can be plan numbers alone?"""
         return not self._plan.by_view and all(prefix.is_one_piece for prefix in self._prefixes)
+
+    @property
+    def reads_causally(self) -> bool:
+        """Do all layers keep every entry in order, so that long chunks need no mask?"""
+        return all(group.reads_causally for group in self.groups)
 
     @property
     def reads_regions_alone(self) -> bool:

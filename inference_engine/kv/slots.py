@@ -86,7 +86,7 @@ class LayerSlots:
     def open(self, first: int, end: int) -> None:
         """Wipe the slots from `first` to `end`."""
         for _, views in self._views(self.buffer.vectors, first, end):
-            views.zero_()
+            self.context.pool.wipe(views)
 
     def leaving(self, before: int, length: int) -> Positions:
         """The positions, in order, that leave the regions as the history grows from `before` to `length`."""
@@ -272,7 +272,7 @@ class LayerSlots:
     def _copy(self, to: Region, first: int, of: Region, source: int, count: int) -> None:
         for layer in self.layer_set.layers:
             vectors = self.buffer.vectors
-            to.slots(vectors, layer, first, count).copy_(of.slots(vectors, layer, source, count))
+            self.context.pool.copy(to.slots(vectors, layer, first, count), of.slots(vectors, layer, source, count))
 
     # Slots are read and written run by run, for evenly spaced layers at once: no index table goes to the device, and
     # nothing waits for one.

@@ -114,8 +114,9 @@ class StepReads:
     """What all sessions of a step share to plan their reads.
 
     attends_together: may queries read by numbers, in one operation of the device? Otherwise every session has views.
-    most_queries: sessions that stage more queries have views, too. attends_in_one_order, long_reads: see
-    `DeviceOps`, and for attend_generated, of generated queries of a session that has views.
+    most_queries: sessions that stage more queries have views, too; has_causal_views_only: if these are causal.
+    attends_in_one_order, long_reads: see `DeviceOps`, and for attend_generated, of generated queries of a session that
+    has views.
     largest: chooses blocks for queries that read by views. attend_causal: of long chunks that read all entries.
     attend_piece, attend_causal_state, merging: of reads chunk by chunk.
     attention: the operation. records: how the queries that read by numbers do so, those apart that read all they see.
@@ -130,6 +131,7 @@ class StepReads:
     long_reads: int | None
     numbers: StepNumbers
     attention: RaggedAttention
+    has_causal_views_only: bool = False
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
     attend_piece: AttendPiece = attend_piece

@@ -436,6 +436,13 @@ class Select(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AllReduce(Operation):
+    """The register is the sum of what each rank of a model has in it. Of a list that is split between ranks."""
+
+    register: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Softcap(Operation):
     """logits = limit · tanh(logits / limit)."""
 

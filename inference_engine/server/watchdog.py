@@ -1,7 +1,9 @@
-"""Detects what no call can report: a stalled engine, a journal that cannot be written, weights that are overwritten.
+"""Detects what no call can report: a stalled engine, one without its ranks, a journal that cannot be written, and
+weights that are overwritten.
 
     running ──▶ stalled (health: not serving; calls: ENGINE_STALLED) ──▶ running
        │           └─ for `exit_seconds` ──▶ the process ends with status EXIT_STALLED
+       ├─ a rank of the model ends ──▶ the process ends with status EXIT_STALLED
        ├─ the journal fails ──▶ the process ends with status EXIT_JOURNAL
        └─ weights written to ──▶ the process ends with status EXIT_SPOILED
 
@@ -58,7 +60,8 @@ class Watchdog:
         self._stalled_at: float | None = None
 
     async def gave_up(self) -> GaveUp:
-        """Returns when the engine has stalled for too long, its journal has failed, or its weights were changed."""
+        """Returns when the engine has stalled for too long or can run no more steps, its journal has failed, or its
+        weights were changed."""
         while True:
             if self._weights is not None and (what := self._weights.spoiled()) is not None:
                 text = (
@@ -67,6 +70,8 @@ class Watchdog:
                 return GaveUp(text, EXIT_SPOILED, Draining())
             if failure := self._engine.journal_failure:
                 return GaveUp(f"sessions cannot be kept any more: {failure}", EXIT_JOURNAL, Draining())
+            if failure := self._engine.forward_failure:
+                return GaveUp(f"no more steps can run: {failure}", EXIT_STALLED, EngineStalled())
             if self.look():
                 return GaveUp("the engine did not recover", EXIT_STALLED, EngineStalled())
             await asyncio.sleep(LOOK_SECONDS)

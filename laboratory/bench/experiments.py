@@ -47,6 +47,7 @@ EXPERIMENTS = {
     "gpu-long-steps": Experiment("laboratory.bench.gpu_long_steps", "steps at growing lengths, by strategy, on a GPU"),
     "gpu-ops": Experiment("laboratory.bench.gpu_ops", "attention, exact Top-K and MAC beside the best kernels"),
     "gpu-products": Experiment("laboratory.bench.gpu_products", "products of few tokens beside torch's, on a GPU"),
+    "gpu-ranks": Experiment("laboratory.bench.gpu_ranks", "one model over several GPUs beside the same over one"),
     "gpu-steps": Experiment("laboratory.bench.gpu_steps", "steps and prefills of real shapes beside a compiled step"),
     "gpu-weights": Experiment("laboratory.bench.gpu_weights", "steps with weights in bfloat16, fp8 and int4, on a GPU"),
     "gateway": Experiment("laboratory.bench.gateway", "one conversation over other APIs, beside a stateless server"),

@@ -12,7 +12,7 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, NoCapacity, QuotaExceeded
-from inference_engine.kv.parts.shared_prefix import MOST_PIECES
+from inference_engine.kv.context import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategy import KVStrategy

@@ -8,7 +8,7 @@ import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionForked
-from inference_engine.kv.parts.shared_prefix import MOST_PIECES
+from inference_engine.kv.context import MOST_PIECES
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.session.journal import MemoryJournal

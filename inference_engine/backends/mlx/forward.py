@@ -24,7 +24,7 @@ import mlx.core as mx
 import torch
 from torch import Tensor
 
-from inference_engine.backends.base import Borrower, EmbeddingAndHead, Result, Step, T
+from inference_engine.backends.base import Borrower, EmbeddingAndHead, NeverFails, Result, Step, T
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import usable_bytes
 from inference_engine.backends.mlx.program import MLXProgram
@@ -45,7 +45,7 @@ from inference_engine.models.operations import Attend
 from inference_engine.types import ModelFacts
 
 
-class MlxForward:
+class MlxForward(NeverFails):
     """Implements Forward."""
 
     launcher = None

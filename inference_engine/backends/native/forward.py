@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.backends.base import Borrower, Result, Step, T
+from inference_engine.backends.base import Borrower, NeverFails, Result, Step, T
 from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.decoders import RotationTables
 from inference_engine.backends.native.entry_coder import NativeChoice, NativeCoder
@@ -63,7 +63,7 @@ _MOST_HEAVY = 1024  # ids of a row that are worth a look before others
 KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVType.BFLOAT16: torch.bfloat16}
 
 
-class NativeForward:
+class NativeForward(NeverFails):
     """Implements Forward."""
 
     inference_mode = nullcontext  # nothing has gradients, and to enter torch's takes as long as a plan

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Restorer
@@ -48,6 +49,10 @@ class Coded(Restorer):
         return entry.is_even or entry.shared > 0
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
+        if not geometry.takes_codecs:
+            raise InvalidArgument(
+                "codec", "entries are not kept in fewer bytes with tensor_parallel yet; leave the codec out"
+            )
         for index in layers:
             for half in _halves(self.compressor, geometry.layers[index].entry, geometry.itemsize):
                 if half.compressor is not None:

@@ -324,6 +324,32 @@ class Rooms:
         self.nbytes -= room.nbytes  # last, for the same reason
 
 
+class Mirror(Protocol):
+    """Gets what is written to the pool between steps: the views of its memory that are written, and read."""
+
+    def wiped(self, view: Tensor) -> None: ...
+
+    def copied(self, to: Tensor, of: Tensor) -> None: ...
+
+    def turned(self, to: Tensor, of: Tensor, shift: int, rotary: str) -> None:
+        """Keys [layers, Hkv, n, D] were written to `to`: those of `of`, rotated by `shift` positions."""
+
+    def cleaned(self, first: int, count: int) -> None:
+        """So many numbers from `first` on were zeroed, or discarded."""
+
+
+class NoMirror:
+    """Implements Mirror."""
+
+    def wiped(self, view: Tensor) -> None: ...
+
+    def copied(self, to: Tensor, of: Tensor) -> None: ...
+
+    def turned(self, to: Tensor, of: Tensor, shift: int, rotary: str) -> None: ...
+
+    def cleaned(self, first: int, count: int) -> None: ...
+
+
 class _Account:
     """Bytes granted of the capacity."""
 
@@ -359,9 +385,11 @@ class Pool:
         *,
         address_bytes: int = 0,
         discard: Callable[[Tensor], None] | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """`allocate(n)` gives n zeros on the device, in the dtype of K and V.
 
+        mirror: of other devices that have the same pool.
         address_bytes: size of the address space, if that is more than the capacity. discard: zeroes a part of what
         `allocate` gave, at almost no cost where nothing was written; None: zeros are written.
         """
@@ -369,6 +397,7 @@ class Pool:
         self._takes_grants = True
         self.spare: Spare = NoSpare()
         self._discard = discard
+        self.mirror = mirror or NoMirror()
         self._itemsize = geometry.itemsize
         self._unit = geometry.alignment
         self.scratch = Scratch()  # for the steps over this pool
@@ -527,9 +556,23 @@ class Pool:
             is_left = bool(self._unclean)
         # From here on it may be taken, but only this thread writes entries.
         for start, count in free:
-            first = (start + TRASH_UNITS) * self._unit
-            (self._discard or _zero)(self.memory[first : first + count * self._unit])
+            self.zero((start + TRASH_UNITS) * self._unit, count * self._unit)
         return is_left
+
+    def zero(self, first: int, count: int) -> None:
+        """Engine's thread: zero or discard so many numbers."""
+        (self._discard or _zero)(self.memory[first : first + count])
+        self.mirror.cleaned(first, count)
+
+    def wipe(self, view: Tensor) -> None:
+        """Engine's thread: zero a view of the memory."""
+        view.zero_()
+        self.mirror.wiped(view)
+
+    def copy(self, to: Tensor, of: Tensor) -> None:
+        """Engine's thread: copy between two views of the memory."""
+        to.copy_(of)
+        self.mirror.copied(to, of)
 
     def _give_back(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         for demand, start in zip(demands, starts, strict=False):

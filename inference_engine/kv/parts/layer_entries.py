@@ -183,7 +183,8 @@ class LayerEntries(LayerSlots, Part):
 
     def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
         """Can these queries read by numbers, in the step's one operation over regions?"""
-        if not step.attends_together or queries.end - queries.first > step.most_queries:
+        is_long = queries.end - queries.first > step.most_queries
+        if not step.attends_together or (is_long and (self.reads_causally or not step.has_causal_views_only)):
             return False
         if self.parts and queries.has_generated:  # which some mechanism may serve in the same operation
             return all(part.has_numbers(queries, step) for part in self.parts)
@@ -206,9 +207,13 @@ class LayerEntries(LayerSlots, Part):
         """
         if not step.attends_together or len(positions) == 1:
             return False
+        return self.reads_causally and count == int(positions[-1]) + 1
+
+    @property
+    def reads_causally(self) -> bool:
+        """Is every entry in the slot of its position, and seen by all queries behind it?"""
         layout = self.layout
-        keeps_all = layout.window is None and layout.native_window is None and not layout.base
-        return keeps_all and count == int(positions[-1]) + 1
+        return layout.window is None and layout.native_window is None and not layout.base
 
     def reject(self, positions: Positions) -> None:
         """Remove the last staged positions from the table. Their slots on the device are wiped in `commit`."""
@@ -238,9 +243,10 @@ class LayerEntries(LayerSlots, Part):
 
     def _keep_sink(self, before: int, length: int) -> None:
         """Copy new keys of the sink to the spare slots, rotated at their own positions."""
-        sink = np.arange(before, min(length, self.layout.spare), dtype=np.int64)
-        if len(sink):
-            self.put(self.buffer.keys, self.layout.capacity + sink, self.gather(self.buffer.keys, sink))
+        end, copies, keys = min(length, self.layout.spare), self.layout.capacity, self.buffer.keys
+        pairs = zip(self._views(keys, copies + before, copies + end), self._views(keys, before, end), strict=True)
+        for (_, to), (_, of) in pairs:
+            self.context.pool.copy(to, of)
 
     def _move_sink(self, length: int) -> None:
         """Rotate the sink's keys to right before the oldest entry. Always from the copies, so no error adds up."""
@@ -252,6 +258,10 @@ class LayerEntries(LayerSlots, Part):
         shifts = torch.full((self.layout.sink,), shift, dtype=torch.long)
         moved = self.context.rotate(own.flatten(0, 1), shifts, self.layer_set.rotary)
         self.put(self.buffer.keys, sink, moved.view(own.shape).transpose(1, 2))
+        end, copies, keys = self.layout.sink, self.layout.capacity, self.buffer.keys
+        pairs = zip(self._views(keys, 0, end), self._views(keys, copies, copies + end), strict=True)
+        for (_, to), (_, of) in pairs:
+            self.context.pool.mirror.turned(to, of, shift, self.layer_set.rotary)
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 

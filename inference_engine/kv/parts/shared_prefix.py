@@ -30,8 +30,6 @@ from inference_engine.kv.parts.recurrent import PrefixStates
 from inference_engine.kv.slots import LayerSlots
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View, chunks_between
 
-# Each piece is one operation in each layer of each step. A fork with more ancestors copies instead.
-MOST_PIECES = 4
 # A long prefill reads with so few queries at a time that there are no more scores than this.
 _MOST_SCORES = 2**26
 
