@@ -291,6 +291,13 @@ BUGS = (
         (OWNERSHIP,),
     ),
     Bug(
+        "a session that is closed where it is keeps its rows",
+        "inference_engine/engine/calls.py",
+        "            self._journal.close(session_id)\n            self._store.has_closed",
+        "            self._store.has_closed",
+        (KEPT_ON_THE_WIRE,),
+    ),
+    Bug(
         "a call that is open is answered as one that changed nothing",
         "inference_engine/server/durable_gate.py",
         "JournalAway(is_pending=not of_error)",
