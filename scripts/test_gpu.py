@@ -45,6 +45,7 @@ SANITIZED = (
     "test_step_ends.compare_ends",
     *(f"test_latents.compare_{each}" for each in ("codes", "restored", "analysed", "parts", "broken")),
     "test_long_chunks.compare_merged",
+    *(f"test_states.compare_{each}" for each in ("neighbours", "rejected", "gates")),
 )
 _AT_ONCE = 8
 _TOOL_FAILED = 97

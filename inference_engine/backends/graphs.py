@@ -65,8 +65,8 @@ def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool
     """Are steps to be recorded? Raises BackendError if they must be (`on`) and cannot."""
     if choice == "on" and has_states:
         raise BackendError(
-            "graphs=on: steps of a model with recurrent states cannot be recorded, for its layers run for one session "
-            "at a time. Start with graphs=auto"
+            "graphs=on: torch's modules run layers with recurrent states for one session at a time, which cannot be "
+            "recorded. Start with graphs=auto"
         )
     can = device.type == "cuda" and has_regions and not has_states
     if choice == "on" and not can:

@@ -4,6 +4,7 @@
     norms of heads · rotation · attention             `place_heads`, then the step's attention over regions
     norm · sum                                        one `norm`
     norm · router · experts · sum                     one `mix_experts`
+    convolution · delta rule or scan · gated norm     a kernel each (`kernels/states.py`)
 
 The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
 laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are,
@@ -19,8 +20,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,19 +33,34 @@ from inference_engine.backends.ranks.split_list import of_rank
 from inference_engine.kernels.fused import ExpertMatrices, Fused, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
-from inference_engine.kv.geometry import ONE_ROTARY, UNROTATED
+from inference_engine.kernels.states import (
+    CHUNK,
+    ROOM,
+    STATE_FIELDS,
+    StateKernels,
+    StateLayer,
+    by_delta_rule,
+    by_scan,
+    enter_span,
+)
+from inference_engine.kv.geometry import ONE_ROTARY, UNROTATED, OpenChunk, Recurrent, StateTensor
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
 from inference_engine.models.families import step_list
 from inference_engine.models.families.list_writer import HEAD
+from inference_engine.models.mixers import original_name
 from inference_engine.models.operations import (
     Add,
     AllReduce,
     Attend,
+    Convolve,
+    DeltaRule,
     Embed,
     Experts,
     Gated,
+    GatedNorm,
+    Multiply,
     Norm,
     NoStepListError,
     Operation,
@@ -50,8 +68,11 @@ from inference_engine.models.operations import (
     PlainStep,
     Product,
     Rotate,
+    Scale,
     Select,
+    SelectiveScan,
     SigmoidGate,
+    Slice,
     Softcap,
     StepList,
     Tap,
@@ -61,6 +82,7 @@ from inference_engine.models.seam import Seam
 
 # Of the largest number: torch multiplies normed states that were rounded, and they are thousands.
 _MOST_ROUNDINGS = 4.0
+_MOST_RULE_TOKENS = 300  # which the reference takes one by one
 _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different tiles
 MOST_TURN_BYTES = 2**28
 _TURNS_AT_ONCE = 2**14  # positions
@@ -76,6 +98,10 @@ class _State(PlainStep):
 
     turns: Mapping[str, RopeTable]
     plan: StepTables | StepPlan | CausalPlan
+
+    @property
+    def tables(self) -> StepTables:
+        return self.plan if isinstance(self.plan, StepTables) else self.plan.tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +189,8 @@ def _fused_experts(norm: Norm | None, router: Product, left: list[Operation]) ->
     assert isinstance(experts, Experts)
     if experts.scales is not None:
         raise NoStepListError("torch's executor of lists has no kernel for experts whose weights have factors")
+    if any(len(each) != 3 for each in experts.matrices):
+        raise NoStepListError("torch's executor of lists has no kernel for experts of two matrices")
     is_one = len(router.matrices) == 1 and not (router.biases or router.offset) and router.count is None
     if (router.input, router.output) != (experts.input, experts.router) or not is_one:
         raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product")
@@ -209,7 +237,8 @@ def _fused_attend(
     rotations = [(turn.heads, turn.width, turn.offset, turned[turn.rotary]) for turn in turns]
     if (
         places not in ([], [(queries, dim, 0, one), (keys, dim, queries * dim, one)])
-        or rotations not in ([], [(queries + keys, dim, 0, dim)])
+        or [each[:3] for each in rotations] not in ([], [(queries + keys, dim, 0)])
+        or any(each[3] > dim for each in rotations)
         or own[:-1] != [*norms, *turns]
     ):
         return [*own[:-1], FusedAttend(attend=attend)]
@@ -239,7 +268,7 @@ class OpListExecutor:
         names = _parameters(seam.model)
         quantised = _quantised(seam.model)
         of_experts = _names_of_experts(names)
-        buffers = {text_name(name): buffer for name, buffer in seam.model.named_buffers()}
+        buffers = {_name(name): buffer for name, buffer in seam.model.named_buffers()}
         own = {*names, *buffers, *quantised, *of_experts}
         steps = step_list(seam.model.config.get_text_config(), seam.layers, own, seam.reads)
         self.steps = of_rank(steps, group.rank, group.ranks)
@@ -265,6 +294,32 @@ class OpListExecutor:
                 else:
                     self._join(matrices, names)
                 self._join(operation.product.biases, names)
+        self._layers = _state_layers(self.steps)
+        self._numbers = {
+            operation: self._numbers_of(operation)
+            for operation in self._operations
+            if isinstance(operation, (Convolve, DeltaRule, SelectiveScan))
+        }
+
+    @property
+    def states(self) -> tuple[Recurrent | None, ...]:
+        """By layer of the model, what it keeps of the history; () if no layer does."""
+        found = {
+            one.layer: Recurrent(
+                (StateTensor((one.numbers(ROOM),), "float32", 4),), OpenChunk(CHUNK, ROOM, is_numbered=True)
+            )
+            for one in self.steps.states
+        }
+        return tuple(found.get(number) for number in range(len(self._seam.reads))) if found else ()
+
+    def settle(self, states: Tensor, held: int, kept: int, staged: int) -> None:
+        """`Settle` of `kv/context.py`."""
+        self._state_kernels.settle(states, self._layers, held, kept, staged)
+
+    @property
+    def _state_kernels(self) -> StateKernels:
+        assert self._fused.states is not None, "a list is refused without them"
+        return self._fused.states
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -276,6 +331,8 @@ class OpListExecutor:
         for operation in self._operations:
             if isinstance(operation, FusedExperts):
                 self._check_experts(operation, seen)
+            if isinstance(operation, (DeltaRule, SelectiveScan)):
+                self._check_rule(operation, seen)
             if not isinstance(operation, FusedProduct):
                 continue
             product, matrix = operation.product, self._matrix(operation.product)
@@ -286,8 +343,8 @@ class OpListExecutor:
             for count in (count for count in _CHECKED if count * len(matrix) <= _MOST_CHECKED):
                 self._refuse_if_far(self._difference(operation, matrix, count), product.matrices, count)
 
-    def _refuse_if_far(self, difference: float, names: Sequence[str], count: int) -> None:
-        if not difference <= max(_MOST_ROUNDINGS * torch.finfo(self._seam.dtype).eps, 1e-5):
+    def _refuse_if_far(self, difference: float, names: Sequence[str], count: int, least: float = 1e-5) -> None:
+        if not difference <= max(_MOST_ROUNDINGS * torch.finfo(self._seam.dtype).eps, least):
             raise NoStepListError(
                 f"{', '.join(names)}: products of {count} tokens differ by {difference:.3g} of the largest number from "
                 "torch's"
@@ -316,6 +373,38 @@ class OpListExecutor:
                 found = self._fused.mix_experts(states, experts, norm=norm, residual=residual).float()
                 difference = float((found - expected).abs().max() / expected.abs().max())
                 self._refuse_if_far(difference, operation.experts.matrices[0], count)
+
+    def _check_rule(self, operation: DeltaRule | SelectiveScan, seen: set[tuple[object, ...]]) -> None:
+        """As `check`: of a session's first tokens, in steps of them all."""
+        layer, device = replace(self._layers[operation.state], offset=0), self._seam.model.device
+        key = (type(operation), *layer.sizes)
+        if key in seen:
+            return
+        seen.add(key)
+        generator = torch.Generator().manual_seed(0)
+        numbers = self.steps.states[operation.state].numbers(ROOM)
+        for count in (count for count in _CHECKED if count <= _MOST_RULE_TOKENS):
+            sizes = (layer.channels, self.steps.widths[operation.gate])
+            inputs, gates = (
+                torch.randn(count, size, generator=generator).to(device, self._seam.dtype) for size in sizes
+            )
+            memory = torch.zeros(2, numbers, dtype=torch.float32, device=device)
+            table: NDArray[np.int64] = np.zeros((count, STATE_FIELDS), np.int64)
+            after = 0 if count <= ROOM else memory[1].data_ptr()
+            enter_span(table, 0, 1, slice(0, count), 0, memory[0].data_ptr(), after)
+            found = self._rule_of(operation, inputs, gates, torch.from_numpy(table).to(device), layer)
+            expected = self._expected_rule(operation, inputs.float(), gates.float(), layer)
+            difference = float((found.float() - expected).abs().max() / expected.abs().max())
+            # A token's sum is of all before it, in another order.
+            self._refuse_if_far(difference, (operation.decay,), count, least=1e-4)
+
+    def _expected_rule(
+        self, operation: DeltaRule | SelectiveScan, inputs: Tensor, gates: Tensor, layer: StateLayer
+    ) -> Tensor:
+        rates, bias, skips = self._numbers[operation]
+        if isinstance(operation, DeltaRule):
+            return by_delta_rule(inputs, gates, layer, rates=rates, bias=bias, doubles=operation.doubles)
+        return by_scan(inputs, gates, layer, rates=rates, bias=bias, skips=skips)
 
     def _difference(self, operation: FusedProduct, matrix: Matrix, count: int) -> float:
         """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""
@@ -404,7 +493,7 @@ class OpListExecutor:
         attend, plan = operation.attend, state.plan
         layer = self.steps.layers[attend.layer]
         heads = state.registers[attend.input]
-        tables = plan if isinstance(plan, StepTables) else plan.tables
+        tables = state.tables
         buffer = tables.buffer(attend.layer)
         queries = self._fused.place_heads(
             heads,
@@ -423,6 +512,70 @@ class OpListExecutor:
         else:
             out = plan.attend(attend.layer, by_head, None, None, **scoring)
         state.registers[attend.output] = out.reshape(len(heads), -1)
+
+    def convolve(self, operation: Convolve, state: _State) -> None:
+        weights, bias = self._numbers[operation][:2]
+        state.registers[operation.output] = self._state_kernels.convolve(
+            state.registers[operation.input],
+            state.tables.states,
+            self._layers[operation.state],
+            weights=weights,
+            bias=bias if operation.bias is not None else None,
+            activates=operation.activation == "silu",
+        )
+
+    def run_rule(self, operation: DeltaRule | SelectiveScan, state: _State) -> None:
+        inputs, gates = state.registers[operation.input], state.registers[operation.gate]
+        layer = self._layers[operation.state]
+        state.registers[operation.output] = self._rule_of(operation, inputs, gates, state.tables.states, layer)
+
+    def _rule_of(
+        self, operation: DeltaRule | SelectiveScan, inputs: Tensor, gates: Tensor, table: Tensor, layer: StateLayer
+    ) -> Tensor:
+        rates, bias, skips = self._numbers[operation]
+        kernels = self._state_kernels
+        if isinstance(operation, DeltaRule):
+            doubles = operation.doubles
+            return kernels.delta_rule(inputs, gates, table, layer, rates=rates, bias=bias, doubles=doubles)
+        return kernels.scan(inputs, gates, table, layer, rates=rates, bias=bias, skips=skips)
+
+    def norm_gated(self, operation: GatedNorm, state: _State) -> None:
+        state.registers[operation.output] = self._fused.gated_norm(
+            state.registers[operation.input],
+            state.registers[operation.gate],
+            self._tensors[operation.weights],
+            epsilon=operation.epsilon,
+            width=operation.width,
+            heads=operation.heads,
+            first=operation.first,
+        )
+
+    def open_gate(self, operation: SigmoidGate, state: _State) -> None:
+        states, gate = state.registers[operation.input], state.registers[operation.gate]
+        state.registers[operation.output] = self._fused.sigmoid_gate(states, gate)
+
+    def _numbers_of(self, operation: Convolve | DeltaRule | SelectiveScan) -> tuple[Tensor, ...]:
+        """In float32: weights [taps, C] and bias of a convolution; rates, bias and skips of a rule. Raises
+        NoStepListError for tensors of other sizes, or without kernels."""
+        if self._fused.states is None:
+            raise NoStepListError("there are no kernels of recurrent states here")
+        layer = self._layers[operation.state]
+        if isinstance(operation, Convolve):
+            tensors = [self._tensors[name] for name in operation.weights]
+            if any(tuple(each.shape[1:]) != (1, layer.taps) for each in tensors) or (
+                sum(len(each) for each in tensors) != layer.channels
+            ):
+                shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+                raise NoStepListError(f"{operation.weights[0]}: {shapes}, not {layer.channels} of {layer.taps} taps")
+            weights = torch.cat([each.float().view(-1, layer.taps) for each in tensors]).T.contiguous()
+            return weights, weights if operation.bias is None else self._tensors[operation.bias].float()
+        if isinstance(operation, SelectiveScan) and operation.least:
+            raise NoStepListError(f"no kernel has steps of a state space that are at least {operation.least}")
+        names = operation.decay, operation.bias, getattr(operation, "skip", operation.bias)
+        decay, bias, skips = (self._tensors[name].float() for name in names)
+        if any(each.shape != (layer.value_heads,) for each in (decay, bias, skips)):
+            raise NoStepListError(f"{', '.join(names)} are not numbers of {layer.value_heads} heads")
+        return -decay.exp(), bias, skips
 
     def _turn(self, name: str, positions: Tensor) -> RopeTable:
         """By which tokens at `positions` [N] are rotated."""
@@ -549,11 +702,49 @@ KERNELS.of(AllReduce)(OpListExecutor.all_reduce)
 KERNELS.of(NormStep)(OpListExecutor.add_norm)
 KERNELS.of(FusedAttend)(OpListExecutor.attend)
 KERNELS.of(FusedExperts)(OpListExecutor.mix)
+KERNELS.of(Convolve)(OpListExecutor.convolve)
+KERNELS.of(DeltaRule, SelectiveScan)(OpListExecutor.run_rule)
+KERNELS.of(GatedNorm)(OpListExecutor.norm_gated)
+KERNELS.of(SigmoidGate)(OpListExecutor.open_gate)
 
 
-@KERNELS.of(Embed, Norm, Rotate, Add, Gated, SigmoidGate, Tap, Select, Softcap)
+@KERNELS.of(Slice)
+def _slice(executor: OpListExecutor, operation: Slice, state: _State) -> None:
+    """Behind the first, into the register of the first: a copy each."""
+    states = state.registers[operation.input]
+    if not operation.offset:
+        width = executor.steps.widths[operation.output]
+        state.registers[operation.output] = states.new_empty(len(states), width)
+    out = state.registers[operation.output]
+    count, heads = len(states), operation.heads
+    whole = states[:, : heads * operation.width].view(count, heads, operation.width)
+    own = out[:, operation.offset : operation.offset + heads * operation.count].view(count, heads, operation.count)
+    own.copy_(whole[..., operation.first : operation.first + operation.count])
+
+
+@KERNELS.of(Embed, Norm, Rotate, Add, Gated, Multiply, Scale, Tap, Select, Softcap)
 def _plain(_: OpListExecutor, operation: Operation, state: _State) -> None:
     operation.plain(state)
+
+
+def _state_layers(steps: StepList) -> tuple[StateLayer, ...]:
+    """Of each of its states, where in the memory of a session it begins: by layer, one behind the other."""
+    found: list[StateLayer] = []
+    offset = 0
+    for one in steps.states:
+        found.append(
+            StateLayer(
+                channels=one.channels,
+                taps=one.taps,
+                key_heads=one.key_heads,
+                value_heads=one.value_heads,
+                key_dim=one.key_dim,
+                value_dim=one.value_dim,
+                offset=offset,
+            )
+        )
+        offset += one.numbers(ROOM)
+    return tuple(found)
 
 
 def _halved(cos: Tensor, sin: Tensor) -> RopeTable:
@@ -565,9 +756,7 @@ def _halved(cos: Tensor, sin: Tensor) -> RopeTable:
 def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:
     """The text model's layers of quantised matrices, by the names that these have in a checkpoint."""
     return {
-        text_name(f"{name}.weight"): module
-        for name, module in model.named_modules()
-        if isinstance(module, QuantisedLinear)
+        _name(f"{name}.weight"): module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)
     }
 
 
@@ -582,9 +771,14 @@ def _names_of_experts(parameters: Mapping[str, Tensor]) -> set[str]:
     return found
 
 
+def _name(of_model: str) -> str:
+    """Of a tensor of a model, that in a checkpoint of the text model alone."""
+    return text_name(original_name(of_model))
+
+
 def _parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
     """The text model's parameters, by the names of a checkpoint; a tied head is the embedding alone."""
-    found = {text_name(name): parameter for name, parameter in model.named_parameters()}
+    found = {_name(name): parameter for name, parameter in model.named_parameters()}
     head = model.get_output_embeddings()
     if isinstance(head, torch.nn.Linear) and HEAD in found and head.weight is not found[HEAD]:
         raise NoStepListError("the head is not the model's own")

@@ -28,7 +28,7 @@ from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, Draws, draw_all, start_drawing
 from inference_engine.kernels.transfer import on_device
-from inference_engine.kv.context import Coder, Compute, KVContext, NoCoder, compute_plainly
+from inference_engine.kv.context import Coder, Compute, KVContext, NoCoder, compute_plainly, settle_nothing
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK, Geometry
 from inference_engine.kv.memory.address_space import discard, reserve_zeros
 from inference_engine.kv.memory.host import free_host_bytes
@@ -147,7 +147,7 @@ class TorchForward:
         return Geometry(
             layers=self.seam.layers,
             reads=self.seam.reads,
-            states=self.seam.states,
+            states=self.seam.states if self.listed is None else self.listed.states,
             itemsize=self.seam.dtype.itemsize,
             trained_positions=self.seam.trained_positions,
             short_positions=self.seam.short_positions,
@@ -249,6 +249,7 @@ class TorchForward:
             ops=self._ops,
             compute=compute,
             coder=coder,
+            settle=settle_nothing if self.listed is None else self.listed.settle,
             most_tokens_at_once=most_queries,
             busy_tokens=busy,
         )

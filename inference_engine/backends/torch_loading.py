@@ -94,9 +94,6 @@ def serve_loaded(
     is_even = all(layer.entry.is_even for layer in seam.layers)
     if seam.has_head_sinks or not is_even:
         ops = replace(ops, attends_together=False)
-    records_graphs = should_record_graphs(
-        config.graphs, device, has_regions=ops.attends_together, has_states=bool(seam.states)
-    )
     is_invariant = config.mode is Mode.FIXED_SHAPE
     if not is_invariant and is_even and config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
@@ -118,6 +115,9 @@ def serve_loaded(
         ops = replace(ops, has_causal_views_only=True)  # which are a few numbers, too
     if is_invariant and listed is not None:
         ops = invariant
+    records_graphs = should_record_graphs(
+        config.graphs, device, has_regions=ops.attends_together, has_states=bool(seam.states) and listed is None
+    )
     facts = ModelFacts(
         model_id=loaded.model_id,
         vocab_size=loaded.vocab_size,
@@ -225,5 +225,8 @@ def try_listed(
     facts = replace(twin.forward.facts, device=str(device))
     listed = OpListExecutor(twin.seam, ops.open_invariant() if is_invariant else ops.open_fused())
     twin.forward = TorchForward(twin.seam, facts, device, ops=ops, listed=listed)
+    twin.geometry = twin.forward.geometry(page_tokens=4, segment_tokens=16)
     difference = max(twin.difference_of_chunks(tokens=1, is_alone=True), twin.difference_of_chunks())
+    if listed.states:  # a step of more tokens than there is room for beside a state goes another way
+        difference = max(difference, twin.difference_of_chunks(tokens=40))
     return checked(difference, kind)

@@ -4,6 +4,7 @@
     norm of heads · rotation · write of K and V         one `place_heads`
     norm, and the sum with what it is added to          one `norm`
     norm · router · the products of chosen experts      one `mix_experts`
+    a norm and its gate · a gate alone                  one `gated_norm` · one `sigmoid_gate`
 
 Inputs and outputs have the model's dtype; what is between them is float32 and is rounded once. The references below run
 anywhere; `triton/fused.py` has the same operations for a GPU.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
 from inference_engine.kernels.routing import Router
+from inference_engine.kernels.states import StateKernels
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -44,8 +46,8 @@ class RowNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RopeTable:
-    """What heads are rotated by, in halves: cosines and sines [n, D / 2]. rows: of each token its row, int64 [N]; None:
-    they follow each other.
+    """What heads are rotated by, in halves: cosines and sines [n, D / 2], or less where their first numbers alone are
+    turned. rows: of each token its row, int64 [N]; None: they follow each other.
     """
 
     cos: Tensor
@@ -57,7 +59,7 @@ class RopeTable:
         return (self.cos, self.sin) if self.rows is None else (self.cos[self.rows], self.sin[self.rows])
 
     def of_tokens(self) -> tuple[Tensor, Tensor]:
-        """The same, float32 [N, D]."""
+        """The same, float32, twice as wide."""
         cos, sin = (part.float().repeat(1, 2) for part in self.halves())
         return cos, sin
 
@@ -104,6 +106,18 @@ class PlaceHeads(Protocol):
 class NormKernel(Protocol):
     def __call__(self, states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
         """The norm of states [N, K], added to `residual` [N, K] if there is one."""
+
+
+class GatedNormKernel(Protocol):
+    def __call__(
+        self, states: Tensor, gate: Tensor, weights: Tensor, *, epsilon: float, width: int, heads: int, first: bool
+    ) -> Tensor:
+        """`GatedNorm` of `models/operations.py`: states, gate [N, heads · width]."""
+
+
+class SigmoidGateKernel(Protocol):
+    def __call__(self, states: Tensor, gate: Tensor) -> Tensor:
+        """states [N, K] · sigmoid(gate), which has one number or as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -184,8 +198,9 @@ def place_heads(
         moved = torch.cat((norms[0].of(moved[:, :query_heads]), norms[1].of(moved[:, query_heads:])), dim=1)
     if turn is not None:
         cos, sin = (part[:, None] for part in turn.of_tokens())
-        first, second = moved.chunk(2, dim=-1)
-        moved = moved * cos + torch.cat((-second, first), dim=-1) * sin
+        turned, still = moved.tensor_split([cos.shape[-1]], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        moved = torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, still), dim=-1)
     keys.index_copy_(0, writes, moved[:, query_heads:].reshape(-1, head_dim).to(keys.dtype))
     values.index_copy_(0, writes, kept.reshape(-1, head_dim).to(values.dtype))
     return moved[:, :query_heads].to(heads.dtype)
@@ -195,6 +210,23 @@ def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Te
     """See `NormKernel`."""
     out = norm.of(states.float())
     return (out if residual is None else out + residual.float()).to(states.dtype)
+
+
+def gated_norm(
+    states: Tensor, gate: Tensor, weights: Tensor, *, epsilon: float, width: int, heads: int, first: bool
+) -> Tensor:
+    """See `GatedNormKernel`."""
+    opens = F.silu(gate.float())
+    inner = states.float() * opens if first else states.float()
+    part = inner.view(len(states), heads, width)
+    normed = part * (part.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    out = normed.flatten(1) * weights.float() if first else (normed * weights.float()).flatten(1) * opens
+    return out.to(states.dtype)
+
+
+def sigmoid_gate(states: Tensor, gate: Tensor) -> Tensor:
+    """See `SigmoidGateKernel`."""
+    return (states.float() * gate.float().sigmoid()).to(states.dtype)
 
 
 def choose_experts(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
@@ -218,12 +250,15 @@ def mix_experts(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fused:
-    """The fused operations of a device."""
+    """The fused operations of a device. states: of layers with a recurrent state; None: it has none of these."""
 
     product: ProductKernel = product
     place_heads: PlaceHeads = place_heads
     norm: NormKernel = norm
     mix_experts: MixExperts = mix_experts
+    gated_norm: GatedNormKernel = gated_norm
+    sigmoid_gate: SigmoidGateKernel = sigmoid_gate
+    states: StateKernels | None = None
 
 
 PLAIN = Fused()

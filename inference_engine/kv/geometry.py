@@ -147,10 +147,11 @@ class StateTensor:
 @dataclass(frozen=True, slots=True)
 class OpenChunk:
     """Of a state that is one after whole chunks of `tokens`, counted from position 0: it has `room` for entries of the
-    tokens since, so that it can go back to each of these."""
+    tokens since, so that it can go back to each of these. is_numbered: kernels find it by the numbers of a step."""
 
     tokens: int
     room: int
+    is_numbered: bool = False
 
     def begin(self, position: int) -> int:
         """Where the open chunk begins after so many tokens."""
@@ -316,6 +317,11 @@ class Geometry:
     def open_chunk(self) -> OpenChunk | None:
         """Of the recurrent states, which are all of one kind."""
         return next((state.chunk for state in self.states if state is not None), None)
+
+    @property
+    def numbers_states(self) -> bool:
+        """Do kernels find recurrent states by the numbers of a step?"""
+        return self.open_chunk is not None and self.open_chunk.is_numbered
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

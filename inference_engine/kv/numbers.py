@@ -3,7 +3,7 @@
 They travel to the device together, as one run of integers. A step whose queries all read regions is nothing but these
 numbers, so a recorded forward can be replayed with others of the same shape (`backends/graphs.py`).
 
-    writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · regions [L, N, FIELDS]
+    writes [Ln, N, Hkv] for each number of KV heads, Ln its layers · states [N, STATE_FIELDS] · regions [L, N, FIELDS]
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from inference_engine.kernels.reads import (
     RaggedAttention,
     StagedRead,
 )
+from inference_engine.kernels.states import STATE_FIELDS
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer, Pool
@@ -48,8 +49,9 @@ Indexes = slice | Numbers
 class StepNumbers:
     """The numbers on the host. They start as zeros: K and V go to vector 0 of the buffer, and queries read nothing.
 
-    writes: by number of KV heads, [Ln, N, Hkv]. regions: [L, N, FIELDS], or [L, 0, FIELDS] where no query reads a
-    region. The memory of all is used again by later steps, so views of it must not outlive this.
+    writes: by number of KV heads, [Ln, N, Hkv]. states: [N, STATE_FIELDS] (`kernels/states.py`), or [0, STATE_FIELDS].
+    regions: [L, N, FIELDS], or [L, 0, FIELDS] where no query reads a region. The memory of all is used again by later
+    steps, so views of it must not outlive this.
     """
 
     _scratch: Scratch | None = None
@@ -73,7 +75,7 @@ class StepNumbers:
         self._memory = (scratch or Scratch()).take(count, is_zeroed=is_zeroed)
         self._scratch = scratch
         self.all = self._memory[:count]
-        self.writes, self.regions = _split(self.all, geometry, tokens)
+        self.writes, self.states, self.regions = _split(self.all, geometry, tokens)
 
     def __del__(self) -> None:
         if self._scratch is not None:
@@ -117,12 +119,15 @@ class StepNumbers:
         for heads, writes in self.writes.items():
             writes[:, token] = later.writes[heads][:, token] - earlier.writes[heads][:, token]
         self.regions[:, token] = later.regions[:, token] - earlier.regions[:, token]
+        own = slice(token, token + 1)
+        self.states[own] = later.states[own] - earlier.states[own]
 
     def clear(self, token: int) -> None:
         """Make all numbers of a token zeros."""
         for writes in self.writes.values():
             writes[:, token] = 0
         self.regions[:, token] = 0
+        self.states[token : token + 1] = 0
 
     def padded(self, tokens: int, scratch: Scratch) -> StepNumbers:
         """The same numbers with padding tokens added, which read nothing and write to vector 0."""
@@ -132,6 +137,7 @@ class StepNumbers:
         for heads, writes in self.writes.items():
             wider.writes[heads][:, : self.tokens] = writes
         wider.regions[:, : self.tokens] = self.regions
+        wider.states[: self.tokens] = self.states
         return wider
 
 
@@ -145,6 +151,7 @@ class StepTables:
     reads: tuple[StagedRead, ...]  # these two as AttentionCall has them
     has_chunks: bool
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
+    states: Tensor  # [N, STATE_FIELDS]
     regions: Tensor
 
     @staticmethod
@@ -159,7 +166,7 @@ class StepTables:
         has_chunks: bool = False,
     ) -> StepTables:
         """Views of `numbers`, which lie on the device as StepNumbers has them."""
-        writes, regions = _split(numbers, geometry, tokens)
+        writes, states, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
             for heads, layers in geometry.by_heads.items()
@@ -174,6 +181,7 @@ class StepTables:
             has_chunks=has_chunks,
             writes=ordered,
             regions=regions,
+            states=states,
         )
 
     def buffer(self, layer: int) -> KVBuffer:
@@ -318,18 +326,20 @@ def as_vectors(states: Tensor) -> Tensor:
 
 
 def _count(geometry: Geometry, tokens: int, has_regions: bool) -> int:
-    count = len(geometry.layers) * FIELDS if has_regions else 0
+    count = (len(geometry.layers) * FIELDS if has_regions else 0) + geometry.numbers_states * STATE_FIELDS
     for heads, layers in geometry.by_heads.items():
         count += len(layers) * heads
     return tokens * count
 
 
-def _split(numbers: Array, geometry: Geometry, tokens: int) -> tuple[dict[int, Array], Array]:
-    """Views of one run of numbers: the writes by number of KV heads, and the regions of all layers."""
+def _split(numbers: Array, geometry: Geometry, tokens: int) -> tuple[dict[int, Array], Array, Array]:
+    """Views of one run of numbers: the writes by number of KV heads, the states, and the regions of all layers."""
     writes: dict[int, Array] = {}
     first = 0
     for heads, layers in geometry.by_heads.items():
         count = len(layers) * tokens * heads
         writes[heads] = numbers[first : first + count].reshape(len(layers), tokens, heads)
         first += count
-    return writes, numbers[first:].reshape(len(geometry.layers), -1, FIELDS)
+    end = first + tokens * geometry.numbers_states * STATE_FIELDS
+    states = numbers[first:end].reshape(-1, STATE_FIELDS)
+    return writes, states, numbers[end:].reshape(len(geometry.layers), -1, FIELDS)

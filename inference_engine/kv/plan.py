@@ -29,6 +29,7 @@ from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.reads import ReadRecord
+from inference_engine.kernels.states import enter_span
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.geometry import SHORT_ROTARY, Geometry
 from inference_engine.kv.memory.pool import KVBuffer, Pool
@@ -118,6 +119,7 @@ class StepPlan:
         for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):
             reads = by_numbers if index in unpadded else self._reads
             self._untils.append(min([part.read(span, reads) for part in session.parts]))
+            self._enter_states(index)
         self._device = device
         self._growth: _Growth | None = None
         # Do all queries read by numbers?
@@ -165,6 +167,10 @@ class StepPlan:
             plan.rotary_positions = self._turned(plan.positions)
         plan._growth = growth = self._growth or _Growth(self._geometry, self._untils)
         plan.numbers = self.numbers.grown(growth.numbers, self.pool.scratch)
+        if self._geometry.numbers_states:
+            for session in self._sessions:
+                assert session.states is not None
+                session.states.of_step()
         others = np.flatnonzero(plan.positions >= growth.ends).tolist()
         if others:
             plan.spans, plan._reads = list(self.spans), replace(self._reads, numbers=plan.numbers)
@@ -178,8 +184,19 @@ class StepPlan:
         self.spans[index] = span
         self.numbers.clear(index)
         until = min([part.read(span, self._reads) for part in session.parts])
+        self._enter_states(index)
         growth.follow(index, span.first, until, self.numbers, before)
         self.is_numbers_only &= not span.views
+
+    def _enter_states(self, index: int) -> None:
+        """Where kernels find the states of a session, and where they write."""
+        session, span = self._sessions[index], self.spans[index]
+        if not self._geometry.numbers_states or session.states is None:
+            return
+        if (states := session.states.of_step()) is not None:
+            before, after = states.before.data_ptr(), 0 if states.after is None else states.after.data_ptr()
+            table = self.numbers.states
+            enter_span(table, index, len(self._sessions), span.real, session.next_position, before, after)
 
     @cached_property
     def tables(self) -> StepTables:

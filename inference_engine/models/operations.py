@@ -8,7 +8,7 @@
 A register holds one vector for each token; layers of other sizes have registers of their own. Families write lists
 (`models/families`); an executor registers a kernel for each operation that it runs (`OperationKernels`), and what it
 lacks for a list is refused by name. Where `plain` is not left out, it is the reference of these kernels, on torch; of
-products, attention and experts `inference_engine/kernels` has the references.
+products, attention, experts, gates and states `inference_engine/kernels` has the references.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # lists are written and read without torch
     from torch import Tensor
 
 K = TypeVar("K")
+_ALIGNED = 16  # numbers
 
 
 class NoStepListError(Exception):
@@ -200,7 +201,7 @@ class Arrange(Operation):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice(Operation):
-    """output, from `offset` on = of each of `heads` pieces of `width` numbers of input, `count` from `first` on."""
+    """output, from `offset` on = `count` numbers, from `first` on, of each of the first `heads` pieces of `width`."""
 
     input: str
     output: str
@@ -209,16 +210,6 @@ class Slice(Operation):
     first: int
     count: int
     offset: int = 0
-
-    def plain(self, step: PlainStep) -> None:
-        states = step.registers[self.input]
-        own = states.view(len(states), self.heads, self.width)[..., self.first : self.first + self.count].flatten(1)
-        before, end = step.registers.get(self.output), self.offset + own.shape[1]
-        out = states.new_empty(len(states), max(end, 0 if before is None else before.shape[1]))
-        if before is not None:
-            out[:, : before.shape[1]] = before
-        out[:, self.offset : end] = own
-        step.registers[self.output] = out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,15 +279,6 @@ class GatedNorm(Operation):
     width: int
     heads: int
     first: bool = False
-
-    def plain(self, step: PlainStep) -> None:
-        states, gate = step.registers[self.input], step.registers[self.gate].float()
-        gate, weights = gate * gate.sigmoid(), step.tensor(self.weights).float()
-        inner = states.float() * gate if self.first else states.float()
-        part = inner.view(len(states), self.heads, self.width)
-        normed = part * (part.square().mean(-1, keepdim=True) + self.epsilon).rsqrt()
-        out = normed.flatten(1) * weights if self.first else (normed * weights).flatten(1) * gate
-        step.registers[self.output] = out.to(states.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,10 +352,6 @@ class SigmoidGate(Operation):
     input: str
     gate: str
     output: str
-
-    def plain(self, step: PlainStep) -> None:
-        states, gate = step.registers[self.input], step.registers[self.gate]
-        step.registers[self.output] = (states.float() * gate.float().sigmoid()).to(states.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -466,6 +444,13 @@ class StateSizes:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+
+    def numbers(self, room: int) -> int:
+        """Those of a session, with room for so many entries: the matrices; keys, values and decays; the inputs."""
+        entry = self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1)
+        matrices = self.value_heads * self.key_dim * self.value_dim
+        numbers = matrices + room * entry + (self.taps - 1 + room) * self.channels
+        return -(-numbers // _ALIGNED) * _ALIGNED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

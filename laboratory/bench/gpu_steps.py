@@ -52,6 +52,7 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models.layer_types import has_state, layer_types
 from inference_engine.models.seam import ATTENTION
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named, release
@@ -116,6 +117,7 @@ class Costs:
     pair_products: float  # and of attention, for each pair of a token and one it sees
     expert_bytes: int = 0
     chosen: float = 0.0
+    state_bytes: int = 0  # of a session
 
     @classmethod
     def of(cls, model: Any, itemsize: int) -> Costs:
@@ -127,7 +129,7 @@ class Costs:
         read = sum(each.numel() for each in model.parameters()) - experts - (0 if tied else embedded)
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        layers = config.num_hidden_layers
+        layers = sum(not has_state(kind) for kind in layer_types(config))  # that keep entries
         return cls(
             weight_bytes=read * itemsize,
             entry_bytes=2 * layers * config.num_key_value_heads * head_dim * itemsize,
@@ -141,7 +143,8 @@ class Costs:
     def step_ms(self, sessions: int, attended: int, ceilings: Ceilings) -> float:
         # Tokens that choose independently share some of their experts.
         experts = self.expert_bytes * (1 - (1 - self.chosen) ** sessions)
-        return 1e3 * (self.weight_bytes + experts + sessions * attended * self.entry_bytes) / ceilings.bandwidth
+        read = attended * self.entry_bytes + self.state_bytes
+        return 1e3 * (self.weight_bytes + experts + sessions * read) / ceilings.bandwidth
 
     def prefill_seconds(self, tokens: int, ceilings: Ceilings) -> float:
         return (tokens * self.token_products + tokens * (tokens + 1) / 2 * self.pair_products) / ceilings.products
@@ -362,7 +365,9 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
     costs = Costs.of(loaded.model, getattr(torch, arguments.dtype).itemsize)
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops("auto", device), attends_together=True)
-    return serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops), costs
+    forward = serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
+    states = forward.geometry(page_tokens=16, segment_tokens=256).state_layers.values()
+    return forward, replace(costs, state_bytes=sum(state.nbytes for state in states))
 
 
 def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool) -> TorchForward:

@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -82,6 +83,12 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         head_dim=256, vocab_size=262_144, max_position_embeddings=_POSITIONS, sliding_window=512,
         layer_types=[*["sliding_attention"] * 5, "full_attention"] * 3, query_pre_attn_scalar=256,
         tie_word_embeddings=True,
+    ),
+    "qwen3.5-9b": lambda: Qwen3_5TextConfig(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4,
+        head_dim=256, vocab_size=248_320, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6,
+        tie_word_embeddings=False, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4,
     ),
     "tiny": lambda: Qwen2Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -164,11 +164,10 @@ class Sessions:
         """Logits [n, V] of each block; `keep`: commit so many tokens of each."""
         for kv, ids in blocks:
             kv.stage(len(ids))
-        plan = StepPlan(
-            [kv for kv, _ in blocks], self.context.geometry, self.context.pool, mask_dtype=self.forward.seam.dtype
-        )
+        context, dtype = self.context, self.forward.seam.dtype
+        plan = StepPlan([kv for kv, _ in blocks], context.geometry, context.pool, mask_dtype=dtype, ops=context.ops)
         packed = np.concatenate([np.array(ids, dtype=np.int64) for _, ids in blocks])
-        logits = self.forward.run(Step(packed, plan, range(len(packed)))).logits
+        logits = self.forward.run(Step(packed, plan, range(len(packed)))).logits.cpu()
         for kv, ids in blocks:
             kv.commit(kv.length + (len(ids) if keep is None else keep))
             kv.check()

@@ -18,6 +18,7 @@ GROUPS = {
     "steps": ("test_fused", "test_experts", "test_quantised", "test_step_ends", "test_noise", "test_long_chunks"),
     "reading": ("test_ragged_attention", "test_offloaded", "test_choosing", "test_topk"),
     "latents": ("test_latents", "test_trellis"),
+    "states": ("test_states",),
 }
 
 

@@ -149,7 +149,13 @@ def compare_heads() -> None:
         angles = numbers(count, sizes[2] // 2, seed=2)
         turn = RopeTable(cos=angles.cos(), sin=angles.sin())
         turned = replace(turn, rows=torch.arange(count - 1, -1, -1))
-        for norms, by in (((query_norm, key_norm), turn), (None, turned), (None, None)):
+        partly = RopeTable(cos=turn.cos[:, :4].contiguous(), sin=turn.sin[:, :4].contiguous())
+        for norms, by in (
+            ((query_norm, key_norm), turn),
+            (None, turned),
+            ((query_norm, key_norm), partly),
+            (None, None),
+        ):
             wanted = placed(PLAIN, torch.device("cpu"), count=count, sizes=sizes, norms=norms, turn=by)
             got = placed(kernels, device, count=count, sizes=sizes, norms=norms, turn=by)
             for expected, found in zip(wanted, got, strict=True):

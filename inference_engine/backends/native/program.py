@@ -213,13 +213,7 @@ class Program:
 
     @property
     def _state_numbers(self) -> list[int]:
-        numbers = (
-            one.value_heads * one.key_dim * one.value_dim
-            + self._chunk.room * (one.key_heads * one.key_dim + one.value_heads * (one.value_dim + 1))
-            + (one.taps - 1 + self._chunk.room) * one.channels
-            for one in self.steps.states
-        )
-        return [-(-each // _LANES) * _LANES for each in numbers]
+        return [one.numbers(self._chunk.room) for one in self.steps.states]
 
     def register(self, name: str, tokens: int) -> NDArray[np.float32]:
         """[tokens, width], a view that is valid until the next step."""

@@ -6,7 +6,8 @@ from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.triton.experts import MixtureOfExperts
 from inference_engine.kernels.triton.heads import place_heads
 from inference_engine.kernels.triton.products import Products
-from inference_engine.kernels.triton.row_norm import norm_of
+from inference_engine.kernels.triton.row_norm import gated_norm, norm_of, sigmoid_gate
+from inference_engine.kernels.triton.state_rules import TritonStates
 
 
 def open_fused() -> Fused:
@@ -25,5 +26,8 @@ def _opened(*, is_invariant: bool) -> Fused:
         product=products,
         place_heads=place_heads,
         norm=norm_of,
+        gated_norm=gated_norm,
+        sigmoid_gate=sigmoid_gate,
         mix_experts=MixtureOfExperts(products, is_invariant=is_invariant),
+        states=TritonStates(is_invariant=is_invariant),
     )

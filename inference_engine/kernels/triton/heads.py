@@ -52,6 +52,7 @@ def place_heads(
         QUERY_HEADS=query_heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        TURNED=head_dim if turn is None else 2 * turn.cos.shape[1],
         ROW=keys.stride(0),
         HAS_NORMS=norms is not None,
         ADDS_ONE=norms is not None and norms[0].adds_one,
@@ -83,6 +84,7 @@ def _place_heads(
     QUERY_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    TURNED: tl.constexpr,
     ROW: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     ADDS_ONE: tl.constexpr,
@@ -97,7 +99,8 @@ def _place_heads(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     m_tile = m_token[:, None] & m_d[None, :]
-    o_other = tl.where(o_d < D // 2, o_d + D // 2, o_d - D // 2)
+    o_other = tl.where(o_d < TURNED // 2, o_d + TURNED // 2, o_d - TURNED // 2)
+    o_other = tl.where(o_d < TURNED, o_other, o_d)
     p_head = p_heads + (o_token * (QUERY_HEADS + 2 * KV_HEADS) + head)[:, None] * D
     # What no kernel of the chain writes is on its way while the one before ends.
     is_moved = head < QUERY_HEADS + KV_HEADS
@@ -107,10 +110,11 @@ def _place_heads(
         o_row = o_token
         if HAS_ROWS:
             o_row = tl.load(p_rows + o_token, mask=m_token, other=0)
-        m_turn = m_tile & is_moved
-        o_turn = o_row[:, None] * (D // 2) + (o_d % (D // 2))[None, :]
+        m_turn = m_tile & is_moved & (o_d < TURNED)[None, :]
+        o_turn = o_row[:, None] * (TURNED // 2) + (o_d % (TURNED // 2))[None, :]
         b_cos = tl.load(p_cos + o_turn, mask=m_turn, other=0.0).to(tl.float32)
         b_sin = tl.load(p_sin + o_turn, mask=m_turn, other=0.0).to(tl.float32)
+        b_cos = tl.where(o_d < TURNED, b_cos, 1.0)
     kv_head = tl.where(is_moved, head - QUERY_HEADS, head - QUERY_HEADS - KV_HEADS)
     b_entry = tl.load(p_writes + o_token * KV_HEADS + kv_head, mask=m_token & (head >= QUERY_HEADS), other=0)
     if CHAINED:
@@ -134,7 +138,7 @@ def _place_heads(
             b_head *= b_scale[:, None] * b_factor[None, :]
             b_other *= b_scale[:, None] * b_other_factor[None, :]
         if HAS_TURN:
-            b_head = b_head * b_cos + tl.where(o_d < D // 2, -b_other, b_other) * b_sin
+            b_head = b_head * b_cos + tl.where(o_d < TURNED // 2, -b_other, b_other) * b_sin
     if head < QUERY_HEADS:
         p_out = p_queries + (o_token * QUERY_HEADS + head)[:, None] * D
         tl.store(p_out + o_d[None, :], b_head.to(p_queries.dtype.element_ty), mask=m_tile)

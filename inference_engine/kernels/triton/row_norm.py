@@ -1,4 +1,4 @@
-"""Root mean square norm of some tokens, in Triton."""
+"""Root mean square norm of some tokens, and gates of them, in Triton."""
 
 from __future__ import annotations
 
@@ -28,6 +28,44 @@ def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) ->
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
+        **chained(states.device),
+    )
+    return out
+
+
+def gated_norm(
+    states: Tensor, gate: Tensor, weights: Tensor, *, epsilon: float, width: int, heads: int, first: bool
+) -> Tensor:
+    """See `GatedNormKernel`."""
+    out, block = torch.empty_like(states), triton.next_power_of_2(width)
+    _norm_gated[(len(states), heads)](
+        states,
+        gate,
+        weights,
+        out,
+        epsilon,
+        HEADS=heads,
+        WIDTH=width,
+        FIRST=first,
+        BLOCK=block,
+        num_warps=1 if block <= 256 else 4 if block <= 4096 else 8,
+        **chained(states.device),
+    )
+    return out
+
+
+def sigmoid_gate(states: Tensor, gate: Tensor) -> Tensor:
+    """See `SigmoidGateKernel`."""
+    count, width = states.shape
+    out, block = torch.empty_like(states), min(1024, triton.next_power_of_2(width))
+    _open_gates[(count, triton.cdiv(width, block))](
+        states,
+        gate,
+        out,
+        WIDTH=width,
+        IS_ONE=gate.shape[1] == 1 < width,
+        BLOCK=block,
+        num_warps=4,
         **chained(states.device),
     )
     return out
@@ -65,3 +103,62 @@ def _norm_tokens(
     if HAS_RESIDUAL:
         b_out += tl.load(p_residual + o_token + o_in, mask=m_in, other=0.0).to(tl.float32)
     tl.store(p_out + o_token + o_in, b_out.to(p_out.dtype.element_ty), mask=m_in)
+
+
+@triton.jit
+def _norm_gated(
+    p_states,
+    p_gate,
+    p_norm,
+    p_out,
+    epsilon,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    head = tl.program_id(1)
+    o_in = tl.arange(0, BLOCK)
+    m_in = o_in < WIDTH
+    o = (tl.program_id(0).to(tl.int64) * HEADS + head) * WIDTH + o_in
+    b_states = tl.load(p_states + o, mask=m_in, other=0.0).to(tl.float32)
+    b_gate = tl.load(p_gate + o, mask=m_in, other=0.0).to(tl.float32)
+    b_gate /= 1.0 + tl.exp(-b_gate)
+    o_norm = o_in
+    if FIRST:
+        b_states *= b_gate
+        o_norm += head * WIDTH
+    b_factor = tl.load(p_norm + o_norm, mask=m_in, other=0.0).to(tl.float32)
+    b_out = b_states * tl.rsqrt(tl.sum(b_states * b_states, axis=0) / WIDTH + epsilon) * b_factor
+    if not FIRST:
+        b_out *= b_gate
+    tl.store(p_out + o, b_out.to(p_out.dtype.element_ty), mask=m_in)
+
+
+@triton.jit
+def _open_gates(
+    p_states,
+    p_gate,
+    p_out,
+    WIDTH: tl.constexpr,
+    IS_ONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    o_in = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_in = o_in < WIDTH
+    if IS_ONE:
+        b_gate = tl.load(p_gate + token).to(tl.float32)
+    else:
+        b_gate = tl.load(p_gate + token * WIDTH + o_in, mask=m_in, other=0.0).to(tl.float32)
+    b_states = tl.load(p_states + token * WIDTH + o_in, mask=m_in, other=0.0).to(tl.float32)
+    b_out = b_states / (1.0 + tl.exp(-b_gate))
+    tl.store(p_out + token * WIDTH + o_in, b_out.to(p_out.dtype.element_ty), mask=m_in)
