@@ -62,11 +62,15 @@ def test_the_minimal_session_prints_what_it_generated(
     assert summary.startswith("22 tokens in the history, at most ")
 
 
+def save_chatml(example: Example, folder: Path) -> None:
+    chatml = example("tokenization_per_family").FAMILIES["ChatML"]
+    example("small_tokenizer").save_tokenizer(folder, chatml.template, chatml.special_tokens, eos_token=chatml.end)
+
+
 def test_the_agent_holds_a_conversation_whatever_the_model_says(
     roomy_target: str, example: Example, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chatml = example("tokenization_per_family").FAMILIES["ChatML"].tokenizer()
-    chatml.save_pretrained(tmp_path)
+    save_chatml(example, tmp_path)
     agent = example("tool_calling_agent")
     arguments = ["--target", roomy_target, "--tokenizer", str(tmp_path), "--max-tokens", "400", "What is 2 + 3?"]
     assert agent.main(arguments) == 0
@@ -109,7 +113,7 @@ def test_the_agent_feeds_tool_results_back(
 def test_the_agent_reports_that_no_server_answers(
     example: Example, tmp_path: Path, unused_port: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    example("tokenization_per_family").FAMILIES["ChatML"].tokenizer().save_pretrained(tmp_path)
+    save_chatml(example, tmp_path)
     arguments = ["--target", f"127.0.0.1:{unused_port}", "--tokenizer", str(tmp_path)]
     assert example("tool_calling_agent").main(arguments) == 1
     assert "no connection" in capsys.readouterr().out
@@ -165,7 +169,8 @@ def test_a_program_runs_where_what_its_text_names_is_installed_and_nothing_else(
     others = tmp_path / "installed"
     others.mkdir()
     put(installed_with("kakeya", frozenset(asked.groups("")) - {""}), others)
-    example("tokenization_per_family").FAMILIES["ChatML"].tokenizer().save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer").mkdir()
+    save_chatml(example, tmp_path / "tokenizer")
     given = {"FOLDER": str(tmp_path / "tokenizer"), "[TARGET]": roomy_target}
     # -S: without the packages that are installed beside this test.
     environment = {"PYTHONPATH": os.pathsep.join((str(SDK), str(others)))}

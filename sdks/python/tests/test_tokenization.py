@@ -97,7 +97,7 @@ def test_a_reply_cut_short_gets_the_end_of_its_turn(reply: str) -> None:
 def test_each_family_gets_its_next_turn(example: Callable[[str], ModuleType], family: str) -> None:
     chosen = example("tokenization_per_family").FAMILIES[family]
     tokenizer = chosen.tokenizer()
-    end = tokenizer.convert_tokens_to_ids(chosen.end)
+    (end,) = encode(tokenizer, chosen.end)
     assert end_of_turn_ids(tokenizer) == (end,)
     start = tokens_for_chat([user("a?")], tokenizer)
     generated = [*encode(tokenizer, "Yes."), end]

@@ -15,7 +15,8 @@ assistant's words and taking what follows it: the end of the assistant's turn, t
 Special tokens come from the template alone: text in a message that reads like one (`<|im_end|>`) is encoded as text,
 unless `allow_special_tokens` asks for what the tokenizer would make of it.
 
-`load_tokenizer` needs `pip install kakeya[tokenization]`; the rest takes any tokenizer that is a `ChatTokenizer`.
+`load_tokenizer` needs `pip install kakeya[tokenization]`, and for a folder without tokenizer.json transformers; the
+rest takes any tokenizer that is a `ChatTokenizer`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _DISTINCT = 24  # characters: no template says so much that a message says, too
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of a tokenizer: transformers' own have it."""
+    """What is needed of a tokenizer: those that `load_tokenizer` gives and transformers' own have it."""
 
     @property
     def eos_token_id(self) -> Any: ...
@@ -80,19 +81,29 @@ def load_tokenizer(path: str | os.PathLike[str]) -> ChatTokenizer:
         raise TokenizerError(f"{path}: there is no such home folder; give the path in full") from error
     if not folder.is_dir():
         raise TokenizerError(f"{folder} is not a folder; give the one that holds tokenizer.json")
-    # Asked of transformers, this takes seconds and is answered with packages to install.
     if not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
         raise TokenizerError(f"{folder} holds no tokenizer: no tokenizer.json, and none in another format")
     try:
-        from transformers import AutoTokenizer
+        return _loaded(folder)
     except ImportError as error:
-        raise TokenizerError("loading a tokenizer needs transformers: pip install 'kakeya[tokenization]'") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        # Where processors of pictures have it, AutoTokenizer does not look.
-        tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
+        raise TokenizerError(
+            f"loading this tokenizer needs {error.name}: pip install 'kakeya[tokenization]'"
+            + (" transformers, since the folder has no tokenizer.json" if error.name == "transformers" else "")
+        ) from error
     except (OSError, ValueError) as error:
         raise TokenizerError(f"{folder} holds no tokenizer that can be loaded: {error}") from error
+
+
+def _loaded(folder: Path) -> ChatTokenizer:
+    if (folder / _TOKENIZER_FILES[0]).is_file():
+        from kakeya._folder_tokenizer import FolderTokenizer
+
+        return FolderTokenizer.of(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    # Where processors of pictures have it, AutoTokenizer does not look.
+    tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
     return cast("ChatTokenizer", tokenizer)
 
 
