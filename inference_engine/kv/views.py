@@ -100,7 +100,8 @@ class StagedQueries:
     @property
     def generated_end(self) -> int:
         """Where in the step those end that the model generated, of which there is one."""
-        return self.real.start + int(np.flatnonzero(self.generated)[-1]) + 1
+        start: int = self.real.start
+        return start + int(np.flatnonzero(self.generated)[-1]) + 1
 
     @property
     def staged_queries(self) -> NDArray[np.int64]:

@@ -49,7 +49,7 @@ def main(folder: str, rank: int, ranks: int, rounds: int) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     device = torch.device("cuda", rank)
-    group = join_group(Path(folder) / "group", rank, ranks, device, torch.bfloat16, 1)
+    group = join_group(Path(folder) / "group", rank, ranks, device, torch.bfloat16)
     world = dist.group.WORLD
     assert world is not None
     name, rows = world.group_name, []

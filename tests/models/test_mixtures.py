@@ -95,7 +95,7 @@ def test_columns_in_another_order_leave_a_matrix_in_its_blocks(tmp_path: Path) -
 def generates_natively_what_torch_generates(path: Path) -> None:
     found = []
     for backend in ("native", "torch"):
-        kept = {"kv_dtype": "float32"} if backend == "native" else {}
+        kept: dict[str, Any] = {"kv_dtype": "float32"} if backend == "native" else {}
         cache = str(path.parent / "cache")
         model = ModelConfig(model=str(path), cache_dir=cache, device="cpu", backend=backend, threads=1, **kept)
         with Engine(open_backend(model), EngineConfig(**SMALL)) as engine:

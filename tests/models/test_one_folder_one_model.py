@@ -34,8 +34,8 @@ EXECUTORS = [name for name in ALL if name != "mlx" or has_mlx()]
 def opened(path: Path, cache: Path, executor: str) -> Forward:
     if executor == "native":
         library()
-    asked = {"device": "mlx"} if executor == "mlx" else {"backend": executor}
-    kv = {"kv_dtype": "float32"} if executor == "native" else {}
+    asked: dict[str, Any] = {"device": "mlx"} if executor == "mlx" else {"backend": executor}
+    kv: dict[str, Any] = {"kv_dtype": "float32"} if executor == "native" else {}
     return open_backend(ModelConfig(model=str(path), cache_dir=str(cache), threads=1, **asked, **kv))
 
 

@@ -94,7 +94,7 @@ class BlockIndex(LayerPart):
             return False  # it knows no other places of summaries
         if queries.has_appended and step.attends_in_one_order:
             return False  # these have the order of views
-        is_few = np.count_nonzero(queries.generated) <= _MOST_SELECTING_QUERIES
+        is_few = int(np.count_nonzero(queries.generated)) <= _MOST_SELECTING_QUERIES
         return is_few and self._slots.layout.blocks <= most_blocks(step.geometry)
 
     def read(self, queries: StagedQueries, step: StepReads) -> int:
