@@ -26,12 +26,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import psutil
 
 from inference_engine.errors import ConfigError
 from inference_engine.types import Durability
 from laboratory.evaluation import record
-from laboratory.load.samples import percentile
 
 COST = "journal_database_cost"
 ROWS, COMMITS = (1, 128), 300  # of a commit that is measured, and how many of each
@@ -192,7 +192,9 @@ def main(arguments: argparse.Namespace, _target: None) -> dict[str, Any]:
         values[f"tokens, {where}"] = record.exact(found.tokens_per_second * shards, "tokens/s")
         values[f"database busy, {where}"] = record.exact(found.database, "share")
         for share in (50, 99):
-            values[f"a token is late by, p{share}, {where}"] = record.exact(1e3 * percentile(found.late, share), "ms")
+            values[f"a token is late by, p{share}, {where}"] = record.exact(
+                1e3 * float(np.percentile(found.late, share)), "ms"
+            )
     for servers in GROUPS:
         there = after_a_death(costs, servers)
         for name, at in (("half", there[len(there) // 2]), ("all", there[-1])):

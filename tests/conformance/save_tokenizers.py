@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inference_engine.config import forbid_model_hub
 from kakeya import TemplateError
-from kakeya.tokenization import ChatTokenizer, end_of_turn_ids, tokens_for_chat, tokens_for_next_turn
+from kakeya.tokenization import ChatTokenizer, end_of_turn_ids, load_tokenizer, tokens_for_chat, tokens_for_next_turn
 
 EXAMPLES = Path(__file__).parents[2] / "sdks" / "python" / "examples"
 # As small instruct models have it: a default system message, and trimmed text.
@@ -46,7 +46,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def roles() -> ChatTokenizer:
+def roles() -> PreTrainedTokenizerFast:
     """One whose template makes special tokens of roles."""
     tokenizer = Tokenizer(
         BPE(vocab={c: at for at, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
@@ -54,11 +54,10 @@ def roles() -> ChatTokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=ROLES)
-    return cast("ChatTokenizer", fast)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=ROLES)
 
 
-def byte_level() -> ChatTokenizer:
+def byte_level() -> PreTrainedTokenizerFast:
     """With real merges, trained here."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,8 +67,7 @@ def byte_level() -> ChatTokenizer:
     corpus = [*WORDS, "The user asked about the weather in Paris, and the assistant answered the user."] * 4
     trainer = BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(corpus, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
-    return cast("ChatTokenizer", fast)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=TEMPLATE)
 
 
 def rendered(tokenizer: ChatTokenizer) -> dict[str, Any]:
@@ -121,13 +119,15 @@ def turn(tokenizer: ChatTokenizer, messages: list[dict[str, str]], after: list[i
 
 def main(folder: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
+    from small_tokenizer import save_tokenizer
     from tokenization_per_family import FAMILIES
 
-    tokenizers: dict[str, Any] = {name: family.tokenizer() for name, family in FAMILIES.items()}
-    tokenizers |= {"bytes": byte_level(), "roles": roles()}
-    for name, tokenizer in tokenizers.items():
-        tokenizer.save_pretrained(folder / name)
-    print(json.dumps({name: rendered(tokenizer) for name, tokenizer in tokenizers.items()}))
+    for name, family in FAMILIES.items():
+        (folder / name).mkdir(parents=True)
+        save_tokenizer(folder / name, family.template, family.special_tokens, eos_token=family.end)
+    byte_level().save_pretrained(folder / "bytes")
+    roles().save_pretrained(folder / "roles")
+    print(json.dumps({name: rendered(load_tokenizer(folder / name)) for name in (*FAMILIES, "bytes", "roles")}))
 
 
 if __name__ == "__main__":
