@@ -94,8 +94,8 @@ BUGS = (
     Bug(
         "a freed allocation is not zeroed",
         "inference_engine/kv/memory/pool.py",
-        "            (self._discard or _zero)(self.memory[first : first + count * self._unit])\n",
-        "            assert len(self.memory[first : first + count * self._unit])\n",
+        "        (self._discard or _zero)(self.memory[first : first + count])\n",
+        "        assert len(self.memory[first : first + count])\n",
         ("tests/kv/test_cleaning.py",),
     ),
     Bug(

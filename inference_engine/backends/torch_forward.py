@@ -96,6 +96,7 @@ class TorchForward:
         self.listed = listed
         self.followers = followers
         self._is_whole = followers.group.ranks == 1
+        self._compute = self._run_here if self._is_whole else self._run_with_others
         # One for each pool: graphs read and write the addresses they were recorded with.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory(ops.step_ends)
@@ -208,6 +209,7 @@ class TorchForward:
         tap_layers: tuple[int, ...] = (),
     ) -> KVContext:
         followers = self.followers
+        mirror = None if self._is_whole else followers
         followers.open(
             page_tokens=geometry.page_tokens,
             segment_tokens=geometry.segment_tokens,
@@ -216,10 +218,10 @@ class TorchForward:
         )
         if self._device.type == "cpu":
             zeros = partial(reserve_zeros, dtype=self.seam.dtype, is_sparse=address_bytes > 0)
-            pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard, mirror=followers)
+            pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard, mirror=mirror)
         else:
             make = partial(torch.zeros, dtype=self.seam.dtype, device=self._device)
-            pool = Pool(geometry, capacity_bytes, make, mirror=followers)
+            pool = Pool(geometry, capacity_bytes, make, mirror=mirror)
         most_queries: int | None = None
         busy: int | None = None
         compute: Compute = compute_plainly
@@ -273,7 +275,7 @@ class TorchForward:
         return self
 
     def run(self, step: Step) -> Result:
-        result = self._forward(step)
+        result = self._compute(step)
         step.on_computed()
         if not step.draws:
             return result
@@ -295,7 +297,7 @@ class TorchForward:
         if is_greedy and graphs is not None:  # which can run it, as `can_launch` said
             assert isinstance(draws, Draws)
             return self._launch_greedily(step, draws, graphs, fed)
-        result = self._forward(step, fed)
+        result = self._compute(step, fed)
         step.on_computed()
 
         def draw() -> Drawing:
@@ -310,8 +312,11 @@ class TorchForward:
         """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""
         ends, count = self._ops.step_ends, len(draws)
         with torch.inference_mode():
-            with self.followers.together():
+            if self._is_whole:
                 peaks, taps = graphs.run_greedily(step, fed)
+            else:
+                with self.followers.together():
+                    peaks, taps = graphs.run_greedily(step, fed)
             ids: list[Tensor] = []
             landed = self._landing.take(
                 4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host))
@@ -320,11 +325,11 @@ class TorchForward:
         step.on_computed()
         return _Launched(Result(peaks.largest[:0], taps), lambda: draws.drawn(ids[0], landed))
 
-    def _forward(self, step: Step, fed: Tensor | None = None) -> Result:
+    def _run_with_others(self, step: Step, fed: Tensor | None = None) -> Result:
         with self.followers.together():
-            return self._computed(step, fed)
+            return self._run_here(step, fed)
 
-    def _computed(self, step: Step, fed: Tensor | None) -> Result:
+    def _run_here(self, step: Step, fed: Tensor | None = None) -> Result:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None and graphs.can_run(step):
             return graphs.run(step, fed)

@@ -229,6 +229,7 @@ class Geometry:
     opening_tokens: slots that are opened together. Padded keys are read (and masked), so they are opened with the
     entries they pad.
     by_heads: the layers by their number of KV heads.
+    numbers_states: do kernels find recurrent states by the numbers of a step?
     segments_at_once: of appended tokens, in a step of layers whose entries are offloaded or restored. Such a step reads
     all of these entries, so a fast device is better off with a few long ones, for which these layers have room.
     segments_in_a_chunk: of restored entries that are read together. Few large chunks keep a fast device busy.
@@ -262,6 +263,7 @@ class Geometry:
     alignment: int = field(init=False, repr=False, compare=False)
     opening_tokens: int = field(init=False, repr=False, compare=False)
     by_heads: Mapping[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
+    numbers_states: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.segment_tokens % self.token_quantum:
@@ -276,6 +278,7 @@ class Geometry:
             by_heads.setdefault(layer.kv_heads, []).append(index)
         object.__setattr__(self, "by_heads", {heads: tuple(layers) for heads, layers in by_heads.items()})
         object.__setattr__(self, "alignment", math.lcm(16, *(layer.entry.width for layer in self.layers)))
+        object.__setattr__(self, "numbers_states", self.open_chunk is not None and self.open_chunk.is_numbered)
         object.__setattr__(self, "opening_tokens", math.lcm(self.page_tokens, self.key_quantum))
 
     def read_by(self, numbers: Collection[int]) -> frozenset[int]:
@@ -317,11 +320,6 @@ class Geometry:
     def open_chunk(self) -> OpenChunk | None:
         """Of the recurrent states, which are all of one kind."""
         return next((state.chunk for state in self.states if state is not None), None)
-
-    @property
-    def numbers_states(self) -> bool:
-        """Do kernels find recurrent states by the numbers of a step?"""
-        return self.open_chunk is not None and self.open_chunk.is_numbered
 
     def round_up(self, entries: int) -> int:
         """Slots that `entries` take, rounded up to what is opened together."""

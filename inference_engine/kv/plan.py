@@ -119,7 +119,8 @@ class StepPlan:
         for index, (session, span) in enumerate(zip(sessions, self.spans, strict=True)):
             reads = by_numbers if index in unpadded else self._reads
             self._untils.append(min([part.read(span, reads) for part in session.parts]))
-            self._enter_states(index)
+            if self._geometry.numbers_states:
+                self._enter_states(index)
         self._device = device
         self._growth: _Growth | None = None
         # Do all queries read by numbers?
@@ -184,16 +185,15 @@ class StepPlan:
         self.spans[index] = span
         self.numbers.clear(index)
         until = min([part.read(span, self._reads) for part in session.parts])
-        self._enter_states(index)
+        if self._geometry.numbers_states:
+            self._enter_states(index)
         growth.follow(index, span.first, until, self.numbers, before)
         self.is_numbers_only &= not span.views
 
     def _enter_states(self, index: int) -> None:
         """Where kernels find the states of a session, and where they write."""
         session, span = self._sessions[index], self.spans[index]
-        if not self._geometry.numbers_states or session.states is None:
-            return
-        if (states := session.states.of_step()) is not None:
+        if session.states is not None and (states := session.states.of_step()) is not None:
             before, after = states.before.data_ptr(), 0 if states.after is None else states.after.data_ptr()
             table = self.numbers.states
             enter_span(table, index, len(self._sessions), span.real, session.next_position, before, after)

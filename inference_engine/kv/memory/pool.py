@@ -23,6 +23,7 @@ pages go back to the system. Correctness does not need that, because slots are w
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -241,7 +242,7 @@ class Rooms:
     """
 
     def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+        self._pool: Pool = weakref.proxy(pool)  # a pool goes with its last holder, not at some collection
         self._is_possible = pool.has_addresses
         self._lock = threading.Lock()
         self._held: OrderedDict[RoomHolder, list[SpareRoom]] = OrderedDict()  # least recently used first
@@ -338,18 +339,6 @@ class Mirror(Protocol):
         """So many numbers from `first` on were zeroed, or discarded."""
 
 
-class NoMirror:
-    """Implements Mirror."""
-
-    def wiped(self, view: Tensor) -> None: ...
-
-    def copied(self, to: Tensor, of: Tensor) -> None: ...
-
-    def turned(self, to: Tensor, of: Tensor, shift: int, rotary: str) -> None: ...
-
-    def cleaned(self, first: int, count: int) -> None: ...
-
-
 class _Account:
     """Bytes granted of the capacity."""
 
@@ -397,7 +386,7 @@ class Pool:
         self._takes_grants = True
         self.spare: Spare = NoSpare()
         self._discard = discard
-        self.mirror = mirror or NoMirror()
+        self.mirror = mirror
         self._itemsize = geometry.itemsize
         self._unit = geometry.alignment
         self.scratch = Scratch()  # for the steps over this pool
@@ -562,17 +551,20 @@ class Pool:
     def zero(self, first: int, count: int) -> None:
         """Engine's thread: zero or discard so many numbers."""
         (self._discard or _zero)(self.memory[first : first + count])
-        self.mirror.cleaned(first, count)
+        if self.mirror is not None:
+            self.mirror.cleaned(first, count)
 
     def wipe(self, view: Tensor) -> None:
         """Engine's thread: zero a view of the memory."""
         view.zero_()
-        self.mirror.wiped(view)
+        if self.mirror is not None:
+            self.mirror.wiped(view)
 
     def copy(self, to: Tensor, of: Tensor) -> None:
         """Engine's thread: copy between two views of the memory."""
         to.copy_(of)
-        self.mirror.copied(to, of)
+        if self.mirror is not None:
+            self.mirror.copied(to, of)
 
     def _give_back(self, demands: Sequence[Demand], starts: Sequence[int]) -> None:
         for demand, start in zip(demands, starts, strict=False):

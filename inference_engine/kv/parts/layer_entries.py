@@ -188,9 +188,13 @@ class LayerEntries(LayerSlots, Part):
             return False
         if self.parts and queries.has_generated:  # which some mechanism may serve in the same operation
             return all(part.has_numbers(queries, step) for part in self.parts)
-        if step.is_long(queries) and self._is_causal(queries.positions, self.slot_count(queries.end), step):
+        if (
+            step.long_reads is not None
+            and step.is_long(queries)
+            and self._is_causal(queries.positions, self.slot_count(queries.end), step)
+        ):
             return False
-        return all(part.has_numbers(queries, step) for part in self.parts)
+        return not self.parts or all(part.has_numbers(queries, step) for part in self.parts)
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
         """The view of queries that read every entry, all of them in regions."""
@@ -261,7 +265,8 @@ class LayerEntries(LayerSlots, Part):
         end, copies, keys = self.layout.sink, self.layout.capacity, self.buffer.keys
         pairs = zip(self._views(keys, 0, end), self._views(keys, copies, copies + end), strict=True)
         for (_, to), (_, of) in pairs:
-            self.context.pool.mirror.turned(to, of, shift, self.layer_set.rotary)
+            if (mirror := self.context.pool.mirror) is not None:
+                mirror.turned(to, of, shift, self.layer_set.rotary)
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 

@@ -76,8 +76,8 @@ def test_every_special_token_of_each_family_is_text_in_a_message(
     example: Callable[[str], ModuleType], family: str
 ) -> None:
     tokenizer: Any = example("tokenization_per_family").FAMILIES[family].tokenizer()
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.content == tokenizer.unk_token:
+    for token_id, token in tokenizer.added_tokens_decoder.items():
+        if token_id == tokenizer.unk_token_id:
             continue
         said = f"a {token.content} b{token.content}"
         ids = tokens_for_chat([says(said)], tokenizer)
