@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
     from tokenization_per_family import FAMILIES
 
     for name, family in FAMILIES.items():
-        (folder / name).mkdir(parents=True)
+        (folder / name).mkdir(parents=True, exist_ok=True)
         save_tokenizer(folder / name, family.template, family.special_tokens, eos_token=family.end)
     byte_level().save_pretrained(folder / "bytes")
     roles().save_pretrained(folder / "roles")

@@ -31,8 +31,9 @@ def save_tokenizer(
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(merges), unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([UNKNOWN, *special_tokens])
-    named = {"unk_token": UNKNOWN, "eos_token": eos_token, "chat_template": chat_template}
+    named = {"unk_token": UNKNOWN, "eos_token": eos_token}
     tokenizer.save(str(Path(folder, "tokenizer.json")))
+    Path(folder, "chat_template.jinja").write_text(chat_template, encoding="utf-8")
     Path(folder, "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
 
 
