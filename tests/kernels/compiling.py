@@ -99,10 +99,14 @@ def _constant(value: Any) -> Any:
 
 
 def _type_of(value: Any) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
     if isinstance(value, tuple):
         return tuple(_type_of(each) for each in value)
     if isinstance(value, torch.Tensor):
         return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{_TYPES[value.base.dtype]}{list(value.block_shape)}>"
     return "fp32" if isinstance(value, float) else "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
