@@ -118,6 +118,10 @@ class NullEngine(Engine):
             config=EngineConfig(),
         )
 
+    @property
+    def forward_failure(self) -> str:
+        return ""
+
     def has_to_prepare(self, strategy: KVStrategy | None) -> bool:
         return False
 
