@@ -326,6 +326,15 @@ def load_model(
 
         SafetensorsCheckpoint(checked.folder)  # raises if two tensors are one of the model; transformers takes either
         model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
+    return loaded(
+        model, checked, trained_positions=trained_positions, vocab_size=vocab_size, dtype=dtype, device=device
+    )
+
+
+def loaded(
+    model: PreTrainedModel, checked: CheckedFolder, *, trained_positions: int, vocab_size: int, dtype: str, device: str
+) -> LoadedModel:
+    """The model, read from `checked`, for inference on `device`."""
     model.requires_grad_(requires_grad=False)
     if device != "cpu":
         model.to(device)

@@ -29,7 +29,7 @@ from inference_engine.models.families import check_family
 from inference_engine.models.families.list_writer import EMBEDDING, HEAD
 from inference_engine.models.folder import grouping_of, layout_of
 from inference_engine.models.layer_types import layer_types
-from inference_engine.models.loader import LoadedModel, check_model, log_remarks, read_config, sizes, weights_digest
+from inference_engine.models.loader import LoadedModel, check_model, loaded, log_remarks, read_config, sizes
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
 
@@ -86,17 +86,8 @@ def load_part(
     if rank == 0:
         log_remarks(checked)
     model = _made_part(open_checkpoint(checked.stored), config, dtype, attention, rank, ranks)
-    model.requires_grad_(requires_grad=False)
-    model.to(device)
-    return LoadedModel(
-        model=model.eval(),
-        model_id=checked.model_id,
-        folder=checked.folder,
-        trained_positions=trained_positions,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        device=device,
-        weights_sha256=weights_digest(checked) if checked.manifest else None,
+    return loaded(
+        model, checked, trained_positions=trained_positions, vocab_size=vocab_size, dtype=dtype, device=device
     )
 
 
