@@ -56,9 +56,6 @@ class Experiment:
 EXPERIMENTS = {
     "needle": Experiment("laboratory.evaluation.needle", "planted facts found, against full, with a control"),
     "fidelity": Experiment("laboratory.evaluation.fidelity", "perplexity, KL and agreement, against full"),
-    "free-running": Experiment(
-        "laboratory.evaluation.free_running", "what strategies write when left alone, beside full"
-    ),
     "cost": Experiment("laboratory.evaluation.cost", "time to first token, tokens/s and bytes"),
     "ladder": Experiment(
         "laboratory.evaluation.ladder",

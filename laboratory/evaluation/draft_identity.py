@@ -25,7 +25,6 @@ from inference_engine.types import Sampling
 from laboratory.evaluation import record
 from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_trials import PLAIN, drafting
-from laboratory.evaluation.free_running import agreed
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage, force
 from laboratory.evaluation.writing import SIDE_BY_SIDE, Text, write_all
@@ -83,8 +82,8 @@ def compare_texts(engine: Engine, asked: Sequence[Asked], plain: Sequence[Text],
     """How `other` differs from `plain`, prompt by prompt; margins are those of plain's logits, read once more."""
     differences = []
     for number, (one, first, second) in enumerate(zip(asked, plain, other, strict=True)):
-        place = agreed(first.token_ids, second.token_ids)
-        if place < len(first.token_ids):
+        pairs = enumerate(zip(first.token_ids, second.token_ids, strict=True))
+        if (place := next((place for place, (one_id, other_id) in pairs if one_id != other_id), None)) is not None:
             margin = margin_at(engine, one, first.token_ids[: place + 1], second.token_ids[place])
             differences.append(Difference(prompt=number, place=place, margin=margin))
     compared = Compared(

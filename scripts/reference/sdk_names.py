@@ -45,16 +45,20 @@ OPTIONS = {
 }
 MISSING = "**missing**"
 INTRODUCTION = """
-    Names are the same in both, written as each language writes them: `snake_case` and `camelCase`. A row without a note
-    is made by that rule; a note says why the two differ. A test fails on a name that neither of them explains.
+    Names are the same in both, written as each language writes them: `snake_case` and `camelCase`, members of an enum
+    as strings, keywords as fields of options. Listed is what differs, and why. A test fails on a name that neither that
+    rule nor a row explains.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
+    """`pattern` is the one of sdk_names.toml that explains the row; one pattern may explain many."""
+
     python: str = ""
     typescript: str = ""
     note: str = ""
+    pattern: str = ""
 
     @property
     def is_gap(self) -> bool:
@@ -95,10 +99,11 @@ class Differences:
 
 def render() -> str:
     rooms = compare(python_api.entries(), typescript_api.entries(), Differences.read())
-    parts = [
-        f"## {title}\n\n{table(('Python', 'TypeScript', 'note'), map(_cells, rooms[room]))}"
-        for room, title in {**python_sdk.TITLES, "": "Only in TypeScript"}.items()
-    ]
+    options = [(code(f"{name}(…=)"), code(options)) for name, options in OPTIONS.items()]
+    parts = [f"## Keywords and options\n\n{table(('keywords in Python', 'fields in TypeScript'), options)}"]
+    for room, title in {**python_sdk.TITLES, "": "Only in TypeScript"}.items():
+        if differing := dict.fromkeys(_cells(row) for row in rooms[room] if row.note or row.is_gap):
+            parts.append(f"## {title}\n\n{table(('Python', 'TypeScript', 'note'), differing)}")
     return page("Both SDKs, side by side", "both SDKs and scripts/reference/sdk_names.toml", INTRODUCTION, *parts)
 
 
@@ -116,19 +121,21 @@ def compare(python: Sequence[Entry], typescript: Sequence[Entry], differences: D
     for shown in left:
         pattern = differences.first(shown, list(differences.typescript_only))
         note = differences.typescript_only[pattern] if pattern else ""
-        rooms[""].append(Row(typescript=shown, note=note))
+        rooms[""].append(Row(typescript=shown, note=note, pattern=pattern or ""))
     return rooms
 
 
 def _row(shown: str, expected: str, offered: set[str], differences: Differences) -> Row:
-    note = ""
-    if expected not in offered:
-        if pattern := differences.first(shown, list(differences.python_only)):
-            return Row(python=shown, note=differences.python_only[pattern])
-        if pattern := differences.first(shown, list(differences.renamed)):
-            name, note = differences.renamed[pattern]
-            expected = f"{expected.rpartition('.')[0]}.{name}".lstrip(".")
-    return Row(python=shown, typescript=expected, note=note) if expected in offered else Row(python=shown)
+    if expected in offered:
+        return Row(python=shown, typescript=expected)
+    if pattern := differences.first(shown, list(differences.python_only)):
+        return Row(python=shown, note=differences.python_only[pattern], pattern=pattern)
+    if pattern := differences.first(shown, list(differences.renamed)):
+        name, note = differences.renamed[pattern]
+        expected = f"{expected.rpartition('.')[0]}.{name}".lstrip(".")
+        if expected in offered:
+            return Row(python=shown, typescript=expected, note=note, pattern=pattern)
+    return Row(python=shown)
 
 
 def _python_names(entry: Entry) -> Iterator[tuple[str, str]]:
@@ -174,4 +181,9 @@ def _camel(name: str) -> str:
 
 def _cells(row: Row) -> tuple[str, str, str]:
     gap = MISSING if row.is_gap else ""
-    return code(row.python) or gap, code(row.typescript) or gap, row.note
+    python, typescript = row.python, row.typescript
+    if "*" in row.pattern:  # each name that it explains makes the same row; [[] is how fnmatch spells [
+        pattern = row.pattern.replace("[[]", "[")
+        python = python and pattern
+        typescript = typescript and (f"*.{typescript.rpartition('.')[2]}" if python else pattern)
+    return code(python) or gap, code(typescript) or gap, row.note
