@@ -4,7 +4,7 @@ A setting is looked up in this order, first hit wins: command-line flag, environ
 TOML file (`--config`, or `KAKEYA_CONFIG`), the default below. Unknown keys in the file are refused, so that a typo
 cannot pass silently.
 
-Sizes are bytes and accept a suffix in text (`512MiB`, `4GiB`); durations are seconds; lengths are tokens.
+Sizes are bytes and accept a suffix in text (`512MiB`, `4GB`); durations are seconds; lengths are tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="EngineConfig | ModelConfig | ServerConfig")
 
-_SIZE = re.compile(r"(\d+)\s*(|B|KiB|MiB|GiB|TiB)", re.ASCII)
+_SIZE = re.compile(r"(\d+)\s*(|B|kB|MB|GB|TB|KiB|MiB|GiB|TiB)", re.ASCII)
 _BELOW_ZERO = re.compile(r"-\d+", re.ASCII)
 _LARGEST = 2.0**50  # of anything: bytes, seconds, tokens
 _LONGEST_SECONDS = 10.0 * 365 * 86_400
@@ -66,7 +66,8 @@ _OLD = {name for name, _ in OLD_NAMES}
 PICKER_METRICS = "vllm:num_requests_waiting,vllm:num_requests_running,vllm:kv_cache_usage_perc"
 # Where nothing is and nothing can be made, by any user: a cache for who has none.
 NO_CACHE = Path(os.devnull, "no-cache")
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def _at_least(config: object, **floors: float) -> None:
@@ -671,7 +672,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: it has tables ({named}); the file is flat, a line `name = value` for each setting")
     if unknown := sorted(set(content) - known - _OLD):
         named = ", ".join(f"{name}{_meant(name, known)}" for name in unknown)
-        raise ConfigError(f"{path}: unknown settings {named}; the settings are {', '.join(sorted(known))}")
+        every = "" if "did you mean" in named else f"; the settings are {', '.join(sorted(known))}"
+        raise ConfigError(f"{path}: unknown settings {named}{every}")
     return content
 
 

@@ -36,6 +36,9 @@ class LateParser(argparse.ArgumentParser):
 
     learn: Callable[[Any], None] | None = None
 
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **given})
+
     def complete(self) -> None:
         """Load its arguments now, if that has not happened yet. Ends the process where what it runs is not there."""
         learn, self.learn = self.learn, None
@@ -44,6 +47,13 @@ class LateParser(argparse.ArgumentParser):
                 learn(self)
             except KakeyaError as error:
                 self.exit(1, f"{self.prog}: {error}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            close = get_close_matches(str(value), choices, n=1)
+            ours = f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, f"there is no {value!r}; {ours}")
 
     def print_help(self, file: Any = None) -> None:
         """argparse would discard an error of writing."""
@@ -63,7 +73,7 @@ class LateParser(argparse.ArgumentParser):
     def _refuse(self, arguments: Sequence[str]) -> None:
         """Here and not by the parser above, which would show its own usage and name no command."""
         first = arguments[0].partition("=")[0]
-        known = self._option_string_actions
+        known = [name for name, action in self._option_string_actions.items() if action.help is not argparse.SUPPRESS]
         ours = _CALLED_ELSEWHERE.get(first, "")
         if not first.startswith("-"):
             ours = f"--model {first}" if "--model" in known else ""

@@ -15,7 +15,7 @@ from inference_engine.cli import process
 
 def parser() -> argparse.ArgumentParser:
     from inference_engine import __version__
-    from inference_engine.cli import audit, chat, demo, doctor, gateway, keys, models, serve, sessions
+    from inference_engine.cli import audit, chat, demo, doctor, gateway, keys, models, serve, sessions, shells
     from inference_engine.cli import journal_commands as journal
     from inference_engine.cli import lazy_commands as late
 
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=late.LateParser)
-    for command in (serve, gateway, chat, demo, doctor, audit, models, keys, sessions, journal):
+    for command in (serve, gateway, chat, demo, doctor, audit, models, keys, sessions, journal, shells):
         command.add_parser(commands)
     late.add_parsers(top, commands)
     return top
@@ -41,11 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    from inference_engine.config import child_environment, configure_threads_environment, forbid_model_hub, quiet_grpc
+
+    top = parser()
+    if arguments is None and (asked := child_environment().get("_KAKEYA_COMPLETE")):
+        from inference_engine.cli import shells
+
+        shells.answer(asked, top)
+        return 0
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    args = top.parse_args([*words[1:], "--help"] if words[:1] == ["help"] else words)
 
     import kakeya
     from inference_engine.cli.connection import in_flags
-    from inference_engine.config import configure_threads_environment, forbid_model_hub, quiet_grpc
     from inference_engine.errors import KakeyaError
 
     # Before torch, transformers or grpc are imported; each command imports them only when it needs them.

@@ -23,7 +23,7 @@ from inference_engine import logs
 from inference_engine.cli import auto_calibration as first_use
 from inference_engine.cli import process
 from inference_engine.cli.ports import bind_error
-from inference_engine.cli.settings import add_config_file, add_settings, settings
+from inference_engine.cli.settings import USUAL_TITLE, add_config_file, add_settings, settings
 from inference_engine.config import (
     NO_CACHE,
     EngineConfig,
@@ -46,6 +46,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_DESCRIPTION = """\
+Serve a model over gRPC until SIGTERM or Ctrl-C.
+`kakeya models fetch NAME` downloads it before.
+
+    kakeya serve
+    kakeya serve --model FILE.gguf --kv-bytes 4GB
+    kakeya serve --device cuda --state-dir FOLDER"""
 _STANDARD_ERROR = 2  # the descriptor: Python's file object cannot be used in a fault
 _READY = re.compile(r"ready at (\S+): ")
 
@@ -54,12 +61,15 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "serve",
         help="serve a model until SIGTERM or Ctrl-C",
-        description="Serve a model over gRPC. It must be downloaded first: see `kakeya models fetch`.",
+        usage="%(prog)s [OPTION ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
     )
-    add_config_file(parser)
+    usual = parser.add_argument_group(USUAL_TITLE)
+    add_config_file(usual)
     parser.add_argument("--until-eof", action="store_true", help="stop also when standard input ends")
     for kind in (ModelConfig, EngineConfig, ServerConfig):
-        add_settings(parser, kind)
+        add_settings(parser, kind, usual=usual)
     parser.set_defaults(run=run)
 
 

@@ -21,6 +21,10 @@ T = TypeVar("T", bound=Config)
 
 TITLES: dict[type[Config], str] = {ModelConfig: "model", EngineConfig: "engine", ServerConfig: "server"}
 
+# What most people set, which the help of `serve` shows first.
+USUAL_TITLE = "usual"
+USUAL = ("model", "device", "dtype", "strategy", "kv_bytes", "state_dir", "bind", "metrics_bind", "api_key_file")
+
 # The engine settings of commands that start a server for one conversation.
 CONVERSATION = ("strategy", "kv_bytes")
 
@@ -197,19 +201,26 @@ HELP = {
 }
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type[Config], *, only: Sequence[str] = ()) -> None:
-    """Give `parser` a flag for every field of `kind`, or for those of `only`."""
+def add_settings(
+    parser: argparse.ArgumentParser,
+    kind: type[Config],
+    *,
+    only: Sequence[str] = (),
+    usual: argparse._ArgumentGroup | None = None,
+) -> None:
+    """Give `parser` a flag for every field of `kind`, or for those of `only`. usual: takes those of USUAL."""
     group = parser.add_argument_group(TITLES[kind])
     for field in fields(kind):
         if not only or field.name in only:
             metavar, text = HELP.get(field.name, ("VALUE", ""))
             default = "" if field.default == "" else f" (default: {_text(field.default)})"
-            group.add_argument(_flag(field.name), metavar=metavar, help=f"{text}{default}".strip().replace("%", "%%"))
+            place = usual if usual is not None and field.name in USUAL else group
+            place.add_argument(_flag(field.name), metavar=metavar, help=f"{text}{default}".strip().replace("%", "%%"))
     if kind is ModelConfig:
         group.add_argument("--mode", help=argparse.SUPPRESS)  # what `determinism` was called: config.OLD_NAMES
 
 
-def add_config_file(parser: argparse.ArgumentParser) -> None:
+def add_config_file(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--config", metavar="FILE", help="a TOML file of settings; flags and KAKEYA_… variables win")
 
 

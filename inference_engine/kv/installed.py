@@ -14,6 +14,7 @@ import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 
@@ -52,7 +53,8 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str) -> str:
         """What to say to who asks for a name that is not there."""
-        said = self._found.broken.get(name) or f"there is no {self.what} {shown(name)}"
+        close = [f" (did you mean {one}?)" for one in get_close_matches(name[:64], self.all(), n=1)]
+        said = self._found.broken.get(name) or f"there is no {self.what} {shown(name)}{''.join(close)}"
         others = [why for point, why in self._found.broken.items() if point != name]
         return "; ".join([f"{said}; there are {', '.join(self.all())}", *others])
 

@@ -97,7 +97,7 @@ def add_parsers(parser: argparse.ArgumentParser) -> None:
     """A command for each benchmark, whose module is imported when its arguments are asked for."""
     commands = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=NotingParser)
     for name, experiment in EXPERIMENTS.items():
-        one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
+        one = commands.add_parser(name, help=experiment.help, description=experiment.help)
         one.learn = _learn(experiment)
         one.set_defaults(run=run)
 

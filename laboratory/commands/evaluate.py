@@ -102,7 +102,7 @@ def experiments() -> dict[str, Experiment]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT", parser_class=NotingParser)
     for name, experiment in experiments().items():
-        one = commands.add_parser(name, help=experiment.help, description=experiment.help, allow_abbrev=False)
+        one = commands.add_parser(name, help=experiment.help, description=experiment.help)
         one.learn = _learn(experiment)
         _add_results(one)
         one.add_argument("--name", metavar="NAME", help="the record's folder (default: experiment and model)")
@@ -116,7 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     report = commands.add_parser(
         "report",
         help="make the pages of records again, or show records",
-        allow_abbrev=False,
     )
     _add_results(report)
     report.add_argument(

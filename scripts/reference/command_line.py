@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.cli.main import parser
-from inference_engine.cli.settings import TITLES
+from inference_engine.cli.settings import HELP, TITLES, USUAL_TITLE
 from scripts.reference.markdown import code, page, table
 
 INTRODUCTION = """
@@ -51,9 +51,9 @@ def _command(words: str, one: argparse.ArgumentParser) -> Iterator[str]:
     settings, rows = [], []
     for group in one._action_groups:
         for action in group._group_actions:
-            if isinstance(action, argparse._HelpAction):
+            if isinstance(action, argparse._HelpAction) or action.help is argparse.SUPPRESS:
                 continue
-            if group.title in TITLES.values():
+            if group.title in (*TITLES.values(), USUAL_TITLE) and action.dest in HELP:
                 settings.append(code(action.option_strings[0]))
             else:
                 rows.append((_invocation(action), _says(action)))

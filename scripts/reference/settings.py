@@ -12,7 +12,7 @@ from scripts.reference.markdown import code, page, table
 INTRODUCTION = """
     A setting is looked up in this order, first hit wins: the flag (`--kv-bytes 4GiB`), the environment
     (`KAKEYA_KV_BYTES=4GiB`), a TOML file (`--config FILE` or `KAKEYA_CONFIG`; keys as below), the default. Sizes are
-    bytes or text with `KiB`, `MiB`, `GiB`, `TiB`; durations are seconds; lengths are tokens.
+    bytes or text with `kB`, `MB`, `GB`, `TB`, `KiB`, `MiB`, `GiB`, `TiB`; durations are seconds; lengths are tokens.
 """
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from inference_engine.cli import doctor
+from inference_engine.cli import doctor, shells
 from inference_engine.cli import lazy_commands as late
 from inference_engine.cli.connection import add_connection, in_flags
 from inference_engine.cli.main import main, parser
@@ -115,6 +115,81 @@ def test_wrong_usage_is_status_2(arguments: tuple[str, ...], capsys: pytest.Capt
     assert "usage: kakeya" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("serv", "there is no 'serv'; did you mean serve?"),
+        ("models lst", "there is no 'lst'; did you mean list?"),
+        ("evaluate nedle", "there is no 'nedle'; did you mean needle?"),
+        ("serve --strateg full", "unrecognized arguments: --strateg full; did you mean --strategy?"),
+        ("models show m --verif", "unrecognized arguments: --verif; did you mean --verify?"),
+        ("completion tcsh", "there is no 'tcsh'; choose from bash, zsh, fish"),
+    ],
+)
+def test_what_is_nearly_right_is_refused_with_what_was_meant(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option that is abbreviated, too: a later version might have two that begin so."""
+    assert status_of(*arguments.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_of_a_command_is_asked_for_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status_of("help", "serve") == status_of("serve", "--help") == 0
+    printed = capsys.readouterr().out
+    first, second = printed[: len(printed) // 2], printed[len(printed) // 2 :]
+    assert first == second
+    assert first.index("kakeya serve --model FILE.gguf") < first.index("usual:") < first.index("--strategy")
+    assert first.index("--strategy") < first.index("model:") < first.index("--numerics")
+
+
+SHELLS = {
+    "bash": """
+eval "$(kakeya completion bash)"
+COMP_WORDS=(kakeya "$@"); COMP_CWORD=$#; _kakeya_completion kakeya
+printf '%s\\n' "${COMPREPLY[@]}" """,
+    "zsh": """
+compdef() { :; }; compadd() { print -l -- $completions; }
+_describe() { print -l -- ${completions_with_descriptions%%:*}; }
+_path_files() { print files; }; eval "$(kakeya completion zsh)"
+words=(kakeya "$@"); CURRENT=$#words; _kakeya_completion; true""",
+    "fish": """
+kakeya completion fish | source; complete -C (string join " " kakeya $argv) | string split -f1 \\t""",
+}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_completes_commands_options_and_values(
+    shell: str, tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    if (program := shutil.which(shell)) is None:
+        pytest.skip(f"{shell} is not installed")
+    kakeya = tmp_path / "kakeya"
+    kakeya.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m inference_engine.cli.main "$@"\n')
+    kakeya.chmod(0o755)
+    environment = child_environment(PATH=os.pathsep.join((str(tmp_path), child_environment()["PATH"])))
+    for words, expected in (
+        (["se"], {"serve", "sessions"}),
+        (["models", ""], {"list", "fetch", "show"}),
+        (["serve", "--tls-c"], {"--tls-cert-file", "--tls-client-ca-file"}),
+        (["completion", "z"], {"zsh"}),
+        (["evaluate", "need"], {"needle"}),
+    ):
+        with subtests.test(" ".join(words)):
+            given = ["-c", SHELLS[shell], *([] if shell == "fish" else [shell]), *words]
+            done = subprocess.run(
+                [program, *given], env=environment, capture_output=True, text=True, timeout=60, check=True
+            )
+            assert set(done.stdout.split()) == expected, done.stderr
+
+
+def test_a_value_that_is_a_file_is_completed_by_the_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    top = parser()
+    assert shells.items(top, ["serve", "--config"], "se") == [("se", "", "file")]
+    assert [text for text, *_ in shells.items(top, ["gateway"], "--tool-format=her")] == ["--tool-format=hermes"]
+    assert shells.items(top, ["serve", "--kv-bytes"], "") == []
+
+
 @pytest.mark.parametrize("command", ["chat", "demo"])
 @pytest.mark.parametrize(
     ("given", "said"),
@@ -142,6 +217,8 @@ def test_an_answer_of_no_length_is_refused_with_the_command_line(
         (("serve", "--kv-bytes", "lots"), "'lots' is not a whole number or a size such as 512MiB"),
         (("serve", "--kv-bytes", "-5"), "kv_bytes must be at least 0, got -5"),
         (("serve", "--max-running=-1"), "max_running must be at least 1, got -1"),
+        (("serve", "--kv-bytes=4gb"), "'4gb' is not a whole number or a size such as 512MiB"),
+        (("serve", "--bind=127.0.0.1:0", "--strategy", "sink_windw"), "did you mean sink_window?"),
         (("serve", "--kv-bytes=-5MiB"), "'-5MiB' is not a whole number or a size such as 512MiB"),
         # With more than a system allows, a library ends the process.
         (("serve", "--threads", "100000"), "threads must be at most 1024, got 100000"),

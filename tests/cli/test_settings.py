@@ -55,7 +55,7 @@ def test_a_misspelled_setting_is_shown_with_the_one_it_reads_like(
 ) -> None:
     path = tmp_path / "kakeya.toml"
     path.write_text('modle = "x"\n', encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean model\?\); the"):
+    with pytest.raises(ConfigError, match=r"unknown settings modle \(did you mean model\?\)$"):
         resolve(ModelConfig, file=str(path))
     path.write_text('[server]\nkv_bytes = "1GiB"\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=r"kakeya.toml: it has tables \(\[server\]\); the file is flat"):
