@@ -94,13 +94,29 @@ class CodedPlaces:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldEntries:
+    """Where entries of one layer may be restored already, and stay where there is room: the restore cache of an index.
+
+    index: its number (`OpenIndex`). keys, values: the buffer's, [R, D].
+    """
+
+    index: int
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RestoredLayer:
-    """What is restored, and where to: keys and values [Hkv, n, D] of the buffer's dtype; each head's are contiguous."""
+    """What is restored, and where to: keys and values [Hkv, n, D] of the buffer's dtype; each head's are contiguous.
+
+    held: what a device that has a restore cache need not restore.
+    """
 
     codes: ArchivedCodes
     rotary: str
     keys: Tensor
     values: Tensor
+    held: HeldEntries | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -234,8 +234,8 @@ class RestoredRun(ctypes.Structure):
     _fields_ = (
         ("codes", Codes),
         ("turning", Turning),
-        *((name, ctypes.c_void_p) for name in ("decoder", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("first", "count", "apart", "row")),
+        *((name, ctypes.c_void_p) for name in ("decoder", "keys", "values", "archive", "held_keys", "held_values")),
+        *((name, ctypes.c_int64) for name in ("first", "count", "apart", "row", "held_row")),
         *((name, ctypes.c_int32) for name in ("kv_heads", "head_dim", "kv_type", "reserved")),
     )
 

@@ -17,6 +17,7 @@ from inference_engine.kernels.reads import COUNT, FLOOR, HEAD_SLOTS, RING
 from inference_engine.kv.context import (
     ArchivedCodes,
     GroupAnalyser,
+    HeldEntries,
     LayerDecoder,
     ReadLayer,
     RestoreCache,
@@ -222,6 +223,43 @@ def test_a_run_is_restored_as_chosen_tokens_are(kv_type: KVType) -> None:
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
     for level in library().levels():
         assert torch.equal(run(100, 371, level, threads=2), found[:, :, 97:368]), level
+
+
+def test_a_run_takes_what_the_restore_cache_holds_and_leaves_there_what_it_restored() -> None:
+    """Whatever was chosen before, in rooms behind the first, as many as there are."""
+    first, end, rooms = 100, 371, 3
+    with library().open_threads(2) as threads:
+        coder = made_coder(threads)
+
+        def run(session: Archived, *, is_held: bool) -> Tensor:
+            entries = torch.full((2, HKV, end - first, D), torch.nan)
+            keys, values = session.buffers
+            held = HeldEntries(index=session.index.number, keys=keys, values=values) if is_held else None
+            of = RestoredLayer(codes=session.archived, rotary="default", keys=entries[0], values=entries[1], held=held)
+            coder.restore([of], first, torch.zeros(1, 2))
+            return entries
+
+        other = Archived(make_decoder())
+        expected, said = run(other, is_held=False), other.attend(other.queries(len(POSITIONS)), other.lines(POSITIONS))
+        for chosen, taken in ((0, 0), (5, 1), (len(POSITIONS), 0)):
+            session = Archived(make_decoder(), rooms=rooms)
+            queries, lines = session.queries(len(POSITIONS)), session.lines(POSITIONS)
+            for start in session.rooms:
+                session.index.add_restored(start)
+            session.attend(queries[:chosen], lines[:chosen])
+            session.index.keep_restored(rooms - taken)
+
+            assert torch.equal(run(session, is_held=True), expected)
+            keys = session.buffers[0]
+            in_first = keys[session.cache.start : session.rooms[0]].isfinite().all(dim=1)
+            assert in_first.any() == (chosen > 0)
+            assert keys[session.rooms[0] : session.rooms[0] + HKV * KEPT * (rooms - taken)].isfinite().all()
+            assert torch.equal(session.attend(queries, lines), said)
+
+            session.archived.halves[0].fill_(0)  # other codes would be other entries
+            again = run(session, is_held=True)
+            of_head = (again == expected).all(dim=-1).all(dim=0).sum(dim=1)
+            assert (of_head >= KEPT * (rooms - taken) * 3 // 4).all() and (of_head < end - first).all()
 
 
 @pytest.mark.parametrize("identity", [ProductIdentity.EXACT, ProductIdentity.QUANTISED])

@@ -22,6 +22,7 @@ from inference_engine.native.library import (
     CodedAs,
     CodedEntries,
     Kernels,
+    KeyIndex,
     KVType,
     NativeCoding,
     ProductIdentity,
@@ -100,16 +101,21 @@ class NativeCoder:
         apart = layer.keys.stride(0)
         row = layer.keys.stride(1)
         assert layer.keys.stride() == layer.values.stride() == (apart, row, 1) and apart % row == 0
+        held = layer.held
         run = RestoredRun(
             codes=native_codes(layer.codes),
             turning=turns.structure,
             decoder=ctypes.addressof(decoder.structure),
             keys=layer.keys.data_ptr(),
             values=layer.values.data_ptr(),
+            archive=None if held is None else KeyIndex.from_address(held.index).archive,
+            held_keys=None if held is None else held.keys.data_ptr(),
+            held_values=None if held is None else held.values.data_ptr(),
             first=first,
             count=count,
             apart=apart // row,
             row=row,
+            held_row=0 if held is None else held.keys.stride(0),
             kv_heads=heads,
             head_dim=head_dim,
             kv_type=self.kv_type,

@@ -26,6 +26,7 @@ from inference_engine.kv.context import (
     ArchivedCodes,
     BatchFunction,
     GroupAnalyser,
+    HeldEntries,
     KVContext,
     ReadLayer,
     RestoredLayer,
@@ -262,12 +263,14 @@ class _LatentArchive(Archive):
                 first += end - begin
             slots.held[own] = wanted
 
-    def restore_to(self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int) -> None:
+    def restore_to(
+        self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int, held: HeldEntries | None = None
+    ) -> None:
         restored = []
         for layer, (keys, values) in zip(layers, places, strict=True):
             codes = self.decoded_by(layer)
             assert codes is not None, "restores_directly was not asked"
-            restored.append(RestoredLayer(codes=codes, rotary=rotary, keys=keys, values=values))
+            restored.append(RestoredLayer(codes=codes, rotary=rotary, keys=keys, values=values, held=held))
         self._context.coder.restore(restored, first, self._found_in(layers))
 
     def _found_in(self, layers: Sequence[int]) -> Tensor:

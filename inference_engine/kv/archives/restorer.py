@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from inference_engine.kv.context import ArchivedCodes, KVContext
+from inference_engine.kv.context import ArchivedCodes, HeldEntries, KVContext
 from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Demand, Run
@@ -142,9 +142,11 @@ class Archive(ABC):
         layers = ((layer, slots.layer_set.rotary) for slots in regions for layer in slots.layer_set.layers)
         return all(self.restores_directly(layer, rotary) for layer, rotary in layers)
 
-    def restore_to(self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int) -> None:
+    def restore_to(
+        self, layers: Sequence[int], rotary: str, places: Sequence[Pair], first: int, held: HeldEntries | None = None
+    ) -> None:
         """Only if so: write the entries of consecutive positions, from `first` on, to the keys and values of `places`,
-        [Hkv, n, D] each, one for each of `layers`.
+        [Hkv, n, D] each, one for each of `layers`. held: of the one layer.
         """
         raise AssertionError("the device has no operation")
 

@@ -205,6 +205,10 @@ class ComponentIndex(LayerPart):
         """Does the device's operation restore them?"""
         return self._restores
 
+    def restores_in(self, layer: int) -> int:
+        """The number of a layer's index that has a restore cache; 0: it has none."""
+        return self._numbers[self.layers.index(layer)] if self._restores and self._found is None else 0
+
     def add_restored(self, starts: Sequence[int]) -> None:
         """A further room of the restore caches, by layer. Only if the device's operation restores."""
         for opened, start in zip(self._opened, starts, strict=True):

@@ -7,9 +7,10 @@ A generated token scores the index, restores the chosen entries that its cache d
 window and choice. Most of what a token chooses was chosen by the one before. An entry is restored to the same bits
 whenever it is, so what a restore cache holds changes no result. The index is made of exact keys, before they leave.
 
-Appended tokens read every entry, chunk by chunk (`streamed.py`), or choose, too, each for itself. On a CPU queries of
-one session restore one after another, so that a step of many restores no more at once than one token does; and as none
-reads a chunk, there is no room for one.
+Appended tokens read every entry, chunk by chunk (`streamed.py`): what the cache holds of a chunk is copied, and what is
+restored stays there, if rooms beyond the bound have a slot left. Or they choose, too, each for itself. On a CPU queries
+of one session then restore one after another, so that a step of many restores no more at once than one token does; and
+as none reads a chunk, there is no room for one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.finite import FiniteCheck
 from inference_engine.kv.archives.restorer import Archive, restore_cache_slots
-from inference_engine.kv.context import KVContext, RestoreCache
+from inference_engine.kv.context import HeldEntries, KVContext, RestoreCache
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, SpareRoom
@@ -87,6 +88,11 @@ class SelectedEntries(StreamedEntries):
     def _lend_spare(self) -> None:
         for index in self._indexes:
             index.forget_restored()
+
+    def _held(self, layer: int) -> HeldEntries | None:
+        regions = self._set_of[layer].regions
+        number = next((index.restores_in(layer) for index in self._indexes if layer in index.layers), 0)
+        return HeldEntries(index=number, keys=regions.buffer.keys, values=regions.buffer.values) if number else None
 
     def some(self, layer: int, positions: Positions) -> tuple[Tensor, Tensor]:
         regions = self._set_of[layer].regions

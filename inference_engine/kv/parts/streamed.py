@@ -30,7 +30,7 @@ from torch import Tensor
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.kv_dtype import as_kept
 from inference_engine.kv.archives.restorer import Archive
-from inference_engine.kv.context import KVContext
+from inference_engine.kv.context import HeldEntries, KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout, Positions
 from inference_engine.kv.memory.pool import Demand
@@ -216,13 +216,17 @@ class StreamedEntries(ArchivedEntries):
         try:
             if self._archive.restores_directly(layer, regions.layer_set.rotary):
                 place = self._room.of(regions.kv_heads, last - first, regions.head_dim)
-                self._archive.restore_to([layer], regions.layer_set.rotary, [place], first)
+                self._archive.restore_to([layer], regions.layer_set.rotary, [place], first, self._held(layer))
                 return place
             positions = np.arange(first, last, dtype=np.int64)
             keys, values = self._archive.restore_layer(layer, positions)
             return self._room.hold(regions.moved(keys[None], positions)[0], values)
         except Exception as error:
             raise RestorationFailed(error) from error
+
+    def _held(self, layer: int) -> HeldEntries | None:
+        """Where some of these entries may be restored already."""
+        return None
 
     def _replace(self, leaving: Sequence[Positions]) -> None:
         """Nothing to do: entries that leave the regions are read from the archive."""

@@ -1,4 +1,4 @@
-// Chosen tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
+// Tokens that have left the regions come back from their codes: the contract is `LayerDecoder`, in
 // `inference_engine/kv/context.py`.
 //
 //   match     which of a head's tokens its restore cache holds, by a table; the others get the slots that are worth least
@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "entries.h"
@@ -82,6 +83,18 @@ INLINE int64_t vector_of(const Archive& archive, int head, int32_t slot) {
   return archive.rooms[1 + beyond / each] + head * archive.each + beyond % each;
 }
 
+// How many slots a head has, those not among them whose rooms were taken back: what they held is forgotten.
+INLINE int32_t usable_slots(const Archive& archive, int head, uint32_t now) {
+  int32_t usable = __atomic_load_n(&archive.slots, __ATOMIC_RELAXED), *held = archive.held + head * archive.most;
+  Slots slot_of(archive, head);
+  for (int32_t& known = archive.known[head]; known > usable;) {
+    known--;
+    if (held[known]) slot_of.set(held[known] - 1, -1);
+    held[known] = 0, archive.until[head * archive.most + known] = now + (uint32_t)EMPTY;
+  }
+  return usable;
+}
+
 // How many of `count` slots stay for `limit` tokens or less.
 INLINE int64_t count_staying(const uint32_t* until, int64_t count, uint32_t now, int32_t limit) {
   int32_t found = 0;
@@ -96,12 +109,7 @@ static bool match(const Archive& archive, int head, const int32_t* positions, in
   int32_t* held = archive.held + head * archive.most;
   uint32_t *until = archive.until + head * archive.most, now = ++archive.clocks[head];
   Slots slot_of(archive, head);
-  int32_t usable = __atomic_load_n(&archive.slots, __ATOMIC_RELAXED);
-  for (int32_t& known = archive.known[head]; known > usable;) {  // rooms that were taken back
-    known--;
-    if (held[known]) slot_of.set(held[known] - 1, -1);
-    held[known] = 0, until[known] = now + (uint32_t)EMPTY;
-  }
+  int32_t usable = usable_slots(archive, head, now);
   if (count > usable) return false;
   size_t first = missing.size();
   for (int64_t i = 0; i < count; i++) {
@@ -414,23 +422,130 @@ static void restore_missing(const KeyIndex& index, int head, const Attention& ca
   if (!is_finite) __atomic_store_n(&archive.is_broken, 1, __ATOMIC_RELAXED);
 }
 
+// Of consecutive tokens, which the restore cache holds, and which it gets: by head and token.
+class HeldRun {
+ public:
+  explicit HeldRun(const RestoredRun& run) : run_(run), vectors_((size_t)(run.kv_heads * run.count), NONE) {
+    Archive& archive = *run.archive;
+    for (int head = 0; head < run.kv_heads; head++) {
+      Slots slot_of(archive, head);
+      const uint32_t *until = archive.until + head * archive.most, now = archive.clocks[head];
+      int32_t usable = usable_slots(archive, head, now);
+      // Not in the first room, which a step that reads chunks may use for something else.
+      auto slot = (int32_t)archive.first;
+      for (int64_t i = 0; i < run.count; i++) {
+        int64_t& vector = vectors_[(size_t)(head * run.count + i)];
+        int32_t found = slot_of.of(run.first + i);
+        if (found >= 0) {
+          vector = vector_of(archive, head, found);
+          continue;
+        }
+        while (slot < usable && (int32_t)(until[slot] - now) > EMPTY) slot++;
+        if (slot == usable) continue;
+        vector = ~vector_of(archive, head, slot);
+        fresh_.push_back({(int32_t)(run.first + i), slot++, head});
+      }
+    }
+  }
+
+  bool holds(int head, int64_t i) const { return at(head, i) >= 0; }
+
+  // Copies an entry from the cache, or one that was just restored there, if it gets it.
+  void copy(int head, int64_t i) const {
+    int64_t held = at(head, i), size = run_.kv_type == KV_FLOAT32 ? 4 : 2, bytes = run_.head_dim * size;
+    if (held == NONE) return;
+    int64_t own = (head * run_.apart + i) * run_.row * size, there = (held < 0 ? ~held : held) * run_.held_row * size;
+    auto one = [&](void* of_run, void* of_cache) {
+      char *here = (char*)of_run + own, *cached = (char*)of_cache + there;
+      if (held < 0) memcpy(cached, here, (size_t)bytes);
+      else memcpy(here, cached, (size_t)bytes);
+    };
+    one(run_.keys, run_.held_keys), one(run_.values, run_.held_values);
+  }
+
+  // What the cache got is in it. Nothing chose it, so it goes first when others need its slot.
+  void finish() const {
+    Archive& archive = *run_.archive;
+    for (const Fresh& one : fresh_) {
+      Slots(archive, one.head).set(one.position, one.slot);
+      archive.held[one.head * archive.most + one.slot] = one.position + 1;
+      archive.until[one.head * archive.most + one.slot] = archive.clocks[one.head] - (uint32_t)LONGEST_STAY;
+    }
+  }
+
+ private:
+  static constexpr int64_t NONE = INT64_MIN;
+  struct Fresh {
+    int32_t position, slot, head;
+  };
+
+  int64_t at(int head, int64_t i) const { return vectors_[(size_t)(head * run_.count + i)]; }
+
+  const RestoredRun& run_;
+  std::vector<int64_t> vectors_;  // the vector that holds it; ~vector: that will; NONE: there is none
+  std::vector<Fresh> fresh_;
+};
+
+// Restores tokens `some` of a run, for the heads [from, to).
+static bool restore_some(const RestoredRun& run, const std::vector<int64_t>& some, int from, int to) {
+  return restore(
+      run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, run.row,
+      (int64_t)some.size(), from, to, [&](int64_t i) { return run.first + some[(size_t)i]; },
+      [&](int head, int64_t i) { return head * run.apart + some[(size_t)i]; });
+}
+
+// Tokens [first, end) of a run, at most AT_ONCE: what the cache holds is copied.
+static bool restore_others(const RestoredRun& run, const HeldRun& held, int64_t first, int64_t end) {
+  static thread_local std::vector<int64_t> some;
+  some.clear();
+  int64_t missing = 0;
+  auto is_missing = [&](int from, int to, int64_t i) {
+    int64_t found = 0;
+    for (int head = from; head < to; head++) found += !held.holds(head, i);
+    return found;
+  };
+  for (int64_t i = first; i < end; i++) {
+    int64_t found = is_missing(0, run.kv_heads, i);
+    missing += found;
+    if (found) some.push_back(i);
+  }
+  bool is_finite = true;
+  // To unpack a token's code takes about as long as a product with a head's matrix.
+  if (2 * missing >= (int64_t)some.size() * (1 + run.kv_heads)) {
+    if (missing) is_finite = restore_some(run, some, 0, run.kv_heads);
+  } else {
+    for (int head = 0; head < run.kv_heads; head++) {
+      some.clear();
+      for (int64_t i = first; i < end; i++)
+        if (is_missing(head, head + 1, i)) some.push_back(i);
+      if (!some.empty()) is_finite &= restore_some(run, some, head, head + 1);
+    }
+  }
+  for (int head = 0; head < run.kv_heads; head++)
+    for (int64_t i = first; i < end; i++) held.copy(head, i);
+  return is_finite;
+}
+
 }  // namespace restoring
 
 // Consecutive tokens of all heads. False if a number is not finite.
 static bool restore_run(Threads& threads, const RestoredRun& run) {
   std::atomic<bool> is_finite{true};
   int64_t each = restoring::at_once(run.count, threads.count()), blocks = (run.count + each - 1) / each;
+  std::unique_ptr<restoring::HeldRun> held;
+  if (run.archive) held = std::make_unique<restoring::HeldRun>(run);
   threads.split(blocks, 1, [&](int64_t block, int64_t end) {
     for (; block < end; block++) {
       int64_t first = block * each, count = std::min(each, run.count - first);
-      bool found = restoring::restore(
-          run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values, run.row, count,
-          0, run.kv_heads,
-          [&](int64_t i) { return run.first + first + i; },
-          [&](int head, int64_t i) { return head * run.apart + first + i; });
+      bool found = held ? restoring::restore_others(run, *held, first, first + count)
+                        : restoring::restore(
+                              run.codes, *run.decoder, run.turning, run.head_dim, run.kv_type, run.keys, run.values,
+                              run.row, count, 0, run.kv_heads, [&](int64_t i) { return run.first + first + i; },
+                              [&](int head, int64_t i) { return head * run.apart + first + i; });
       if (!found) is_finite.store(false, std::memory_order_relaxed);
     }
   });
+  if (held && is_finite) held->finish();
   return is_finite;
 }
 

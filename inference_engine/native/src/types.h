@@ -147,26 +147,6 @@ struct Turning {
   int64_t turned;
 };
 
-// Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count], a
-// head every `apart` vectors, a vector every `row` numbers.
-struct RestoredRun {
-  Codes codes;
-  Turning turning;
-  const LayerDecoder* decoder;
-  void *keys, *values;
-  int64_t first, count, apart, row;
-  int32_t kv_heads, head_dim, kv_type, reserved;
-};
-
-// The numbers of vectors, [vectors][count], and their codes, as many. By number: where its levels begin in `values`, how
-// many they are, and what a squared error costs (`Levels` of `inference_engine/kernels/trellis.py`).
-struct TrellisCodes {
-  const float *numbers, *values, *weights;
-  const int32_t *first, *size;
-  int32_t* codes;
-  int64_t vectors, count, chains;
-};
-
 // Archived tokens of one session and layer, and the restore cache in which those that were chosen stay restored. A
 // number that is 0 in `held` and `slot_of` stands for none. Slots [0, first) of a head lie in the first room, those behind
 // it in rooms of `each`, head after head. Rooms behind the first may be taken back at any time: then `slots` falls, and
@@ -183,6 +163,29 @@ struct Archive {
   int64_t most, tokens, first, each;
   int32_t slots, is_wide;      // that may be used now; are numbers of `slot_of` of 32 bits, or of 16?
   int32_t is_broken, reserved; // has an entry that was restored not been finite?
+};
+
+// Entries of consecutive tokens, from position `first` on, that are restored into keys and values [kv_heads][count], a
+// head every `apart` vectors, a vector every `row` numbers. archive: whose restore cache, in vectors of `held_keys` and
+// `held_values`, may hold some, and gets others where it has room; null: there is none.
+struct RestoredRun {
+  Codes codes;
+  Turning turning;
+  const LayerDecoder* decoder;
+  void *keys, *values;
+  Archive* archive;
+  void *held_keys, *held_values;
+  int64_t first, count, apart, row, held_row;
+  int32_t kv_heads, head_dim, kv_type, reserved;
+};
+
+// The numbers of vectors, [vectors][count], and their codes, as many. By number: where its levels begin in `values`, how
+// many they are, and what a squared error costs (`Levels` of `inference_engine/kernels/trellis.py`).
+struct TrellisCodes {
+  const float *numbers, *values, *weights;
+  const int32_t *first, *size;
+  int32_t* codes;
+  int64_t vectors, count, chains;
 };
 
 // The index of one layer's keys by their leading components: `inference_engine/kernels/components.py` has the contract,
