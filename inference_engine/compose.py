@@ -264,13 +264,14 @@ def executor(config: ModelConfig) -> tuple[str, str]:
 
 def _unfit(found: FoundModel, stored: Path) -> str:
     """Why the tensors are not those of the configuration; "" if they are. Of families with a list of operations."""
-    from inference_engine.backends.native.loading import check_fits
     from inference_engine.backends.read_model_spec import parameter_shapes
     from inference_engine.models import read_config
     from inference_engine.models.open_checkpoint import open_checkpoint
+    from inference_engine.models.places import check_fits, reads_of
 
     try:
-        check_fits(open_checkpoint(stored), parameter_shapes(read_config(found)))
+        config = read_config(found)
+        check_fits(open_checkpoint(stored), parameter_shapes(config), reads_of(config.get_text_config()))
     except ModelError as error:
         return str(error)
     return ""

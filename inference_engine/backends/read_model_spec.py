@@ -14,7 +14,7 @@ from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.kv.geometry import IMMOVABLE, SHORT_ROTARY, UNROTATED, LayerTraits
 from inference_engine.models.families import ListConfig
-from inference_engine.models.mixers import original_name
+from inference_engine.models.places import shapes_of
 from inference_engine.models.seam import ATTENTION, ROTARY_MODULES, Seam
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,6 @@ def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
         # Any exception of the library means that the configuration is invalid.
         logger.debug("%s cannot be built without weights", kind.__name__, exc_info=True)
         raise ModelError(f"{kind.__name__} cannot be built of its configuration ({error})") from error
-
-
-def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Of all tensors that a checkpoint has: parameters, tied ones once, and the buffers that are saved."""
-    saved = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    tensors = {**dict(model.named_parameters()), **buffers}
-    return {original_name(name): tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def spec_of_seam(seam: Seam) -> ModelSpec:

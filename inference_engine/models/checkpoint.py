@@ -336,17 +336,6 @@ def text_name(name: str) -> str:
     return name
 
 
-def unread(reads: Sequence[int | None]) -> frozenset[str]:
-    """What checkpoints may have of layers that read the entries of an earlier one, and no model asks for. reads: as
-    Geometry has them."""
-    return frozenset(
-        f"model.layers.{layer}.self_attn.{part}.weight"
-        for layer, read in enumerate(reads)
-        if read is not None and read in reads[:layer]
-        for part in ("k_proj", "v_proj", "k_norm", "v_norm")
-    )
-
-
 def _places(folder: Path, file: str) -> dict[str, _FileSpan]:
     path = folder / file
     tensors = check_safetensors(path)

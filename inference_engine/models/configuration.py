@@ -7,7 +7,8 @@ tensors decide, against what is written beside them:
                     tie_word_embeddings says. transformers decides so, too, since version 5
     quantisation    what is not stored in the layout that quantization_config names is read as it is stored
     other parts     what sees or hears is left out where the class does without it: then it need not be whole. So are
-                    layers that predict later tokens (`mtp.*`), in every family
+                    layers that predict later tokens, in every family: `mtp.*`, and num_nextn_predict_layers behind
+                    the last
     shards          a tensor is in the shard that has it, whatever the index says; one file of weights is read if an
                     index beside it lacks shards
 
@@ -37,7 +38,7 @@ from inference_engine.models.file_keys import (
     in_a_line,
     unlisted,
 )
-from inference_engine.models.folder import CONFIG, INDEX, WEIGHTS, grouping_in, read_json, weights_read
+from inference_engine.models.folder import CONFIG, INDEX, MAX_LAYERS, WEIGHTS, grouping_in, read_json, weights_read
 from inference_engine.models.gguf_config import gguf_config, gguf_notes
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.mapped import let_go
@@ -98,8 +99,10 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
     if left_out:
         count = sum(name.startswith(begin) for name in tensors.names())
         notes.append(f"served as a model of text: {in_a_line([*left_out])}, with {count} tensors, are not loaded")
-    if count := sum(name.startswith(_LATER_TOKENS) for name in tensors.names()):
-        notes.append(f"layers that predict later tokens, with {count} tensors ({_LATER_TOKENS}*), are not loaded")
+    later = _later_layers(content)
+    if found := [name for name in tensors.names() if name.startswith(later)]:
+        first = next(one for one in later if found[0].startswith(one))
+        notes.append(f"layers that predict later tokens, with {len(found)} tensors ({first}*), are not loaded")
     if _has_own_head(tensors):
         text = content.get("text_config")
         is_tied = any(one.get(_TIED) for one in (content, text) if isinstance(one, dict))
@@ -123,7 +126,7 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
             notes.append(f"{INDEX} is not read: {WEIGHTS} is there, and not all shards of the index are")
     else:
         notes += _misplaced(folder, tensors)
-    return Configuration(content=content, notes=tuple(notes), left_out=(*begin, _LATER_TOKENS))
+    return Configuration(content=content, notes=tuple(notes), left_out=(*begin, *later))
 
 
 def _of_text(content: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]]]:
@@ -132,6 +135,15 @@ def _of_text(content: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str
         return content, {}
     found = {key: names for key, names in _PARTS.items() if content.get(key) is not None}
     return {**content, **dict.fromkeys(found)}, found
+
+
+def _later_layers(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """How names of the tensors begin that predict later tokens."""
+    text = found if isinstance(found := content.get("text_config"), dict) else content
+    layers, later = (text.get(name) for name in ("num_hidden_layers", "num_nextn_predict_layers"))
+    if not isinstance(layers, int) or not isinstance(later, int):
+        return (_LATER_TOKENS,)
+    return _LATER_TOKENS, *(f"model.layers.{layer}." for layer in range(layers, layers + min(later, MAX_LAYERS)))
 
 
 def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], Keys]]:

@@ -7,6 +7,7 @@ folder runs. No tokenizer is loaded: the runtime never sees text.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
@@ -51,6 +52,8 @@ from inference_engine.models.registry import is_known, known_model, known_names
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from inference_engine.models.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -322,10 +325,7 @@ def load_model(
 
         model = load_quantised(checked.folder, layout, config, getattr(torch, dtype), attention)
     else:
-        from inference_engine.models.checkpoint import SafetensorsCheckpoint
-
-        SafetensorsCheckpoint(checked.folder)  # raises if two tensors are one of the model; transformers takes either
-        model = _from_pretrained(checked.folder, getattr(torch, dtype), attention)
+        model = _from_pretrained(checked.folder, config, getattr(torch, dtype), attention)
     return loaded(
         model, checked, trained_positions=trained_positions, vocab_size=vocab_size, dtype=dtype, device=device
     )
@@ -435,13 +435,16 @@ def _alone(content: Mapping[str, Any], folder: Path, names: tuple[str, ...]) -> 
         yield alone
 
 
-def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
+def _from_pretrained(folder: Path, config: PretrainedConfig, dtype: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
+    from inference_engine.models.checkpoint import SafetensorsCheckpoint
     from inference_engine.models.configuration import configuration_of
 
+    files = SafetensorsCheckpoint(folder)  # raises if two tensors are one of the model; transformers takes either
     configuration = configuration_of(folder)
     weights = weights_read(folder)
+    _check_places(files, config)
     with refused_as(f"{folder}: {UNFIT}"), _alone(configuration.content, folder, weights) as alone:
         model, info = AutoModelForCausalLM.from_pretrained(
             alone,
@@ -460,6 +463,21 @@ def _from_pretrained(folder: Path, dtype: Any, attention: str) -> Any:
                 f"first {keys[0]}; the files are of different models or versions"
             )
     return model
+
+
+def _check_places(files: Checkpoint, config: PretrainedConfig) -> None:
+    """Of a family with a list of operations. transformers would leave out some tensors unsaid, and name none of
+    others."""
+    import torch
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from inference_engine.models.families import FAMILIES
+    from inference_engine.models.places import check_places, reads_of, shapes_of
+
+    if (text := config.get_text_config()).model_type in FAMILIES:
+        with refused_as(f"{files.path}: {UNFIT}"), torch.device("meta"):
+            shapes = shapes_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)))
+        check_places(files, shapes, reads_of(text))
 
 
 def _positive(config: Any, name: str, folder: Path) -> int:

@@ -15,6 +15,7 @@ from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_code
 from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
 from inference_engine.models.families.list_writer import EMBEDDING, HEAD
 from inference_engine.models.folder import UNFIT, refused_as
+from inference_engine.models.places import no_place, unplaced
 from inference_engine.models.quantised_layout import QuantisedLayout
 from inference_engine.models.quantised_linear import QuantisedLinear
 
@@ -35,7 +36,7 @@ _PACKED = 8  # codes of 4 bits in a word of 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP8_SCALES = ("weight_scale_inv", "weight_scale")
 # Of activations, and of K and V: neither is quantised.
-_WITHOUT_EFFECT = (".input_scale", ".output_scale", ".k_scale", ".v_scale", "rotary_emb.inv_freq")
+_WITHOUT_EFFECT = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 def load_quantised(
@@ -84,12 +85,8 @@ def _check_names(files: SafetensorsCheckpoint, layout: QuantisedLayout, paramete
     suffixes = ("weight", *_FP8_SCALES) if layout.method == "fp8" else ("qweight", "qzeros", "scales", "g_idx")
     known = {text_name(name) for name in parameters} | {f"{stem}.{suffix}" for stem in stems for suffix in suffixes}
     known.add(HEAD)  # of tied embeddings, with the same numbers
-    for name in files.names():
-        if name not in known and not name.endswith(_WITHOUT_EFFECT):
-            raise ModelError(
-                f"{files.path}: {name} has no place in a model of this configuration; only linear layers are read "
-                f"in {layout}"
-            )
+    if found := [name for name in unplaced(files, known) if not name.endswith(_WITHOUT_EFFECT)]:
+        raise ModelError(f"{no_place(files, found)}; only linear layers are read in {layout}")
 
 
 def _matrix(

@@ -9,9 +9,10 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ModelError
-from inference_engine.models.checkpoint import Checkpoint, text_name, unread
+from inference_engine.models.checkpoint import Checkpoint, text_name
 from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.folder import UNFIT, refused_as
+from inference_engine.models.places import check_places, reads_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,12 +35,9 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
         with torch.device("meta"):
             made = kind(copy.deepcopy(config))
         wanted = {name: tuple(part.shape) for name, part in made.state_dict().items()}
-        is_tied = bool(config.tie_word_embeddings)
-        if is_tied:
+        if config.tie_word_embeddings:
             wanted.pop(HEAD, None)
-        names = {text_name(name) for name in wanted}
-        names |= unread(_reads(config))
-        _check_names(checkpoint, {*names, HEAD} if is_tied else names)
+        check_places(checkpoint, wanted, reads_of(config))
         checkpoint.warn_of_unpacking("torch", str(dtype).removeprefix("torch."), dtype.itemsize)
         narrow = _narrow(made)
         numbers = {}
@@ -50,19 +48,6 @@ def load_unpacked(checkpoint: Checkpoint, config: PretrainedConfig, dtype: Any, 
             None, config=config, state_dict=numbers, dtype=dtype, attn_implementation=attention
         )
     return model
-
-
-def _reads(config: PretrainedConfig) -> list[int]:
-    """Of layers that say whether they read the entries of an earlier one of their type; any others read their own."""
-    modes, kinds = getattr(config, "kv_sharing_modes", None) or (), getattr(config, "layer_types", ())
-    stores = {kind: layer for layer, (mode, kind) in enumerate(zip(modes, kinds, strict=False)) if mode == "store"}
-    return [stores[kinds[layer]] if mode == "reuse" else layer for layer, mode in enumerate(modes)]
-
-
-def _check_names(checkpoint: Checkpoint, wanted: set[str]) -> None:
-    given = {name for name in checkpoint.names() if _EXPERTS not in name}
-    if more := sorted(given - wanted):
-        raise ModelError(f"{checkpoint.path}: {len(more)} tensors that the configuration has no place for: {more[0]}")
 
 
 def _narrow(model: PreTrainedModel) -> set[str]:

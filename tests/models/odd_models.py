@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -176,6 +179,20 @@ def keys_that_none_reads(tensors: dict[str, Any]) -> None:
         tensors[f"blk.6.{name}"] = tensors[f"blk.2.{name}"]
 
 
+def with_noise(name: str, tensors: dict[str, Any]) -> None:
+    numbers = noise(32, 64)
+    tensors[name] = numbers if isinstance(next(iter(tensors.values())), Tensor) else numbers.numpy()
+
+
+def without(name: str, tensors: Tensors) -> None:
+    del tensors[name]
+
+
+def one_more_expert(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if "_exps." in name]:
+        tensors[name] = np.concatenate((tensors[name], tensors[name][:1]))
+
+
 def configured(kind: str, **changes: Any) -> Callable[[], Any]:
     """A model of this class with noise on every parameter."""
 
@@ -238,6 +255,23 @@ GEMMA = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 SPLIT = "tiny-00001-of-00005.gguf"
+# Tensors that no layer reads, by family, and how a refusal names them.
+EXTRA = (
+    ("llama", "model.strange.weight", r"model\.strange\.weight"),
+    ("qwen3", "v_head.summary.weight", r"v_head\.summary\.weight"),
+    ("mixtral", "model.layers.0.block_sparse_moe.experts.4.w1.weight", r"experts\.4\."),
+    ("qwen35", "model.layers.0.linear_attn.strange", r"linear_attn\.strange"),
+    ("falcon-h1", "model.layers.1.mamba.E", r"mamba\.E"),
+    ("gemma4 with inputs by layer", "model.strange_per_layer.weight", r"strange_per_layer"),
+    ("deepseek2", "strange.weight", r"strange\.weight"),
+    ("glm4moe", "model.layers.46.eh_proj.weight", r"layers\.46\.eh_proj"),  # of another model than this one of 2 layers
+)
+LACKING = (
+    ("qwen35", "model.layers.0.linear_attn.A_log"),
+    ("falcon-h1", "model.layers.1.mamba.D"),
+    ("gemma4", "model.layers.0.layer_scalar"),
+    ("deepseek2", "model.layers.0.self_attn.kv_a_layernorm.weight"),
+)
 
 ODD: Mapping[str, Odd] = {
     # -- the head
@@ -286,6 +320,27 @@ ODD: Mapping[str, Odd] = {
         lambda own: own.update({"model.layers.7.mlp.up_proj.weight": noise(96, 64)}),
         served_by=(),
         refusal=r"layers\.7\.mlp\.up_proj",
+    ),
+    **{
+        f"{name}, in a folder of {family}": folder_of(
+            family,
+            partial(with_noise, name),
+            served_by=(),
+            refusal=f"{said}|no kernel|no list",
+        )
+        for family, name, said in EXTRA
+    },
+    **{
+        f"{family} without {name}": folder_of(
+            family, partial(without, name), served_by=(), refusal=f"{re.escape(name)}|no kernel|no list"
+        )
+        for family, name in LACKING
+    },
+    "a layer that predicts later tokens, behind the last": folder_of(
+        "glm4moe",
+        lambda own: own.update({"model.layers.2.eh_proj.weight": noise(64, 128)}),
+        {"num_nextn_predict_layers": 1},
+        note=r"with 1 tensors \(model\.layers\.2\.\*\), are not loaded",
     ),
     "frequencies of an old checkpoint": folder_of(
         "llama", lambda own: own.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
@@ -512,6 +567,21 @@ ODD: Mapping[str, Odd] = {
     "GGUF, fewer layers than tensors": gguf_of(
         "qwen2", values={"qwen2.block_count": 1}, served_by=(), refusal=r"layers\.1\."
     ),
+    **{
+        f"GGUF of {family}, another tensor {name}": gguf_of(
+            family,
+            tensors=partial(with_noise, name),
+            served_by=(),
+            refusal=re.escape(name),
+        )
+        for family, name in (("llama", "strange.weight"), ("qwen35", "blk.0.ssm_strange.weight"), ("gemma4", "blk.0.x"))
+    },
+    **{
+        f"GGUF of {family}, one more expert": gguf_of(
+            family, tensors=one_more_expert, served_by=(), refusal=r"expert.*|no kernel"
+        )
+        for family in ("qwen3moe", "gemma4 with experts")
+    },
     "GGUF, other heads than the tensors": gguf_of(
         "qwen2", values={"qwen2.attention.head_count_kv": 4}, served_by=(), refusal=r"(k|v)_proj"
     ),

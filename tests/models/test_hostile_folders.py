@@ -264,7 +264,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model_type": "no-such", "architectures": ["NoSuch"]}, ("has no model of type 'no-such'",)),
     ({"intermediate_size": 64}, ("mismatched keys", "mlp")),
     ({"num_hidden_layers": 3}, ("missing keys", "model.layers.2.")),
-    ({"num_hidden_layers": 1}, ("unexpected keys", "model.layers.1.")),
+    ({"num_hidden_layers": 1}, ("has no place", "model.layers.1.")),
     ({"num_hidden_layers": 500}, ("num_hidden_layers is 500, but the weights hold",)),
     ({"max_position_embeddings": 0}, ("max_position_embeddings",)),
 ]

@@ -12,7 +12,6 @@ from inference_engine.backends.mlx.bridge import MLX_DTYPES
 from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import MLXProgram
-from inference_engine.backends.native.loading import check_fits, text_names
 from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig, multiply_float32_in_full
 from inference_engine.errors import NotOnMlx
@@ -20,6 +19,7 @@ from inference_engine.models import check_model, log_remarks
 from inference_engine.models.folder import grouping_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
+from inference_engine.models.places import check_fits, text_names
 from inference_engine.types import Mode, ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         )
         # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
         checkpoint = open_checkpoint(checked.stored if checked.only_gguf else checked.folder)
-        check_fits(checkpoint, spec.parameters)
+        check_fits(checkpoint, spec.parameters, spec.reads)
         names = text_names(checkpoint, spec.parameters)
         program = MLXProgram(spec, checkpoint, names, MLX_DTYPES[dtype])
     except NoStepListError as error:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +14,11 @@ from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
 from inference_engine.models import CheckedFolder, check_model, log_remarks
-from inference_engine.models.checkpoint import Checkpoint, text_name, unread
 from inference_engine.models.families import step_list
-from inference_engine.models.families.list_writer import HEAD
 from inference_engine.models.folder import layout_of
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
+from inference_engine.models.places import TEXT, check_fits, text_names
 from inference_engine.native import library as native_library
 from inference_engine.native.library import KVType, Library, ProductIdentity
 from inference_engine.types import ModelFacts
@@ -40,15 +37,6 @@ _KV_TYPES = {
     "bfloat16": KVType.BFLOAT16,
 }
 _NAMES = {ProductIdentity.EXACT: "exact", ProductIdentity.QUANTISED: "int8"}
-
-# Tensors of a text model; what else a checkpoint has is not read.
-_TEXT = (
-    *("model.layers.", "model.embed_tokens.", "model.norm.", "model.embedding_norm.", "lm_head."),
-    *("model.final_layernorm.", "model.embeddings.", "model.norm_f."),
-    *("model.embed_tokens_per_layer.", "model.per_layer_model_projection.", "model.per_layer_projection_norm."),
-)
-_WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
-_EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|up_proj|down_proj)")
 
 
 def open_native(config: ModelConfig, admitted: Admitted) -> NativeForward:
@@ -142,68 +130,10 @@ def check_stored(stored: Path) -> None:
     checkpoint = open_checkpoint(stored)
     try:
         for name in checkpoint.names():
-            if name.startswith(_TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
+            if name.startswith(TEXT) and len((tensor := checkpoint.tensor(name)).shape) == 2:
                 packed_format(name, tensor, "auto")
     except ModelError as error:
         raise NotNative(str(error)) from error
-
-
-def check_fits(
-    checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]], reads: Sequence[int | None] = ()
-) -> None:
-    """Raise ModelError unless the checkpoint has the tensors of transformers' model of this configuration, no others.
-
-    reads: of the model, as Geometry has them. The list of operations takes what is there: a bias or a norm that the
-    model has no place for would change it.
-    """
-    wanted = _as_stored(checkpoint, _tensors(parameters))
-    left_out = unread(reads)
-    is_tied = HEAD not in wanted  # a checkpoint may have the matrix twice, with the same numbers
-    for name, shape in wanted.items():
-        checkpoint.tensor(name, shape)
-    for name in checkpoint.names():
-        is_known = name in wanted or name in left_out or (is_tied and name == HEAD) or _WITHOUT_EFFECT.fullmatch(name)
-        if name.startswith(_TEXT) and not is_known:
-            raise ModelError(
-                f"{checkpoint.path}: {name} has no place in a model of this configuration; the weights do not fit it"
-            )
-
-
-def _as_stored(checkpoint: Checkpoint, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The same where a convolution is stored as one for each of queries, keys and values."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in wanted.items():
-        head, _, last = name.rpartition(".conv1d.weight")
-        parts = [f"{head}.{one}_conv1d.weight" for one in "qkv"]
-        if last or not head or name in checkpoint.names() or not {*parts}.issubset(checkpoint.names()):
-            found[name] = shape
-            continue
-        found |= {part: (checkpoint.tensor(part).shape[0], *shape[1:]) for part in parts}
-    return found
-
-
-def text_names(checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The tensors that are read. A checkpoint may have a tied head as well; it holds the numbers of the embedding."""
-    is_tied = HEAD not in _tensors(parameters)
-    return [name for name in checkpoint.names() if not (is_tied and name == HEAD)]
-
-
-def _tensors(parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the text model's parameters, by the names of a checkpoint; each expert has its own."""
-    found: dict[str, tuple[int, ...]] = {}
-    for own, shape in parameters.items():
-        name = text_name(own)
-        match = _EXPERTS.fullmatch(name)
-        if match is None:
-            if name.startswith(_TEXT):
-                found[name] = shape
-            continue
-        experts, outputs, inputs = shape
-        parts = ("gate_proj", "up_proj") if match["kind"] == "gate_up_proj" else (match["kind"],)
-        for expert in range(experts):
-            for part in parts:
-                found[f"{match['layer']}.{expert}.{part}.weight"] = outputs // len(parts), inputs
-    return found
 
 
 def open_library(config: ModelConfig) -> Library:

@@ -32,6 +32,7 @@ from inference_engine.models.layer_types import layer_types
 from inference_engine.models.loader import LoadedModel, check_model, loaded, log_remarks, read_config, sizes
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
+from inference_engine.models.places import check_places, reads_of, shapes_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def _made_part(
         shapes = {text_name(name): tuple(each.shape) for name, each in whole.state_dict().items()}
         head = HEAD if HEAD in checkpoint else EMBEDDING
         share = _Share(rank, ranks, [own.num_attention_heads, *2 * [own.num_key_value_heads]], narrow.head_dim)
+        check_places(checkpoint, shapes_of(whole), reads_of(own))
         numbers: dict[str, Tensor] = {}
         for name, each in part.state_dict().items():
             stored, wanted = text_name(name), tuple(each.shape)
