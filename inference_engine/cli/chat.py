@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,21 +23,17 @@ from inference_engine.cli.connection import add_connection, connect
 from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, refuse_without_effect, settings
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import ModelError, counted
+from inference_engine.errors import ConfigError, ModelError, counted
 from inference_engine.types import Sampling
 
 if TYPE_CHECKING:
     from inference_engine.cli.conversation import Conversation, Turn
-    from kakeya import Client
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-COMMANDS = (
-    "/info shows the session, /back drops the last turn, /retry answers it again, /fork N goes on behind turn N in "
-    "another session (no N: behind the last), /switch goes to the next session, /quit ends the chat; Ctrl-C stops an "
-    "answer"
-)
-PROMPT = "> "
+HINT = "/help lists the commands; /quit or Ctrl-D ends the chat, Ctrl-C stops an answer"
+SEVERAL_LINES = '"""'
+PROMPT, MORE = "> ", ". "
 SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 
 
@@ -45,15 +41,20 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "chat",
         help="chat with a model in the terminal",
-        description=f"Chat with a model. {COMMANDS}. Reads messages from standard input, one a line, if it is a pipe; "
-        "there every line but those commands is a message, such as /etc/hosts. A second answer differs from the first "
-        "if it is sampled without a seed.",
+        description="Chat with a model. /help lists the commands. Reads messages from standard input, one a line, if "
+        "it is a pipe; there every line but those commands is a message, such as /etc/hosts. A second answer differs "
+        "from the first if it is sampled without a seed.",
     )
     add_config_file(parser)
     add_connection(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
     answer = parser.add_argument_group("answers")
+    answer.add_argument(
+        "--session",
+        metavar="ID",
+        help="with --target: go on with this session of yours, or with a new one (new), and close none at the end",
+    )
     answer.add_argument("--system", metavar="TEXT", help="a system message for the start")
     add_max_tokens(answer, 512)
     answer.add_argument("--temperature", type=float, metavar="T", help="0: greedy decoding (default)")
@@ -82,52 +83,40 @@ def run(args: argparse.Namespace) -> int:
         engine = settings(args, EngineConfig)
         refuse_longer(args.max_tokens, engine.max_generate_tokens)
         first_use.before_start(settings(args, ModelConfig), engine)
+    if args.session and not args.target:
+        raise ConfigError("--session: without effect, because the server that chat starts ends with it; add --target")
+
+    def answer(conversation: Conversation, message: str | None) -> Turn:
+        return _answer(conversation, message, args, console)
+
     with ExitStack() as stack:
+
+        def hold(conversation: Conversation) -> Conversation:
+            return conversation if args.session else stack.enter_context(conversation)
+
         with process.progress().status("getting ready"):
-            conversation = _open(args, stack)
-        conversations = [conversation]  # the original and its forks
+            from inference_engine.cli.talk import Talk
+
+            begin, resume = _open(args, stack, hold)
+            conversation = resume() if args.session not in (None, "new") else begin(args.strategy, args.system)
         is_interactive = sys.stdin.isatty()
         if is_interactive:
-            console.print(COMMANDS, style="dim")
-        for message in _messages(is_interactive):
-            match message.split():
-                case []:
-                    continue
-                case ["/quit"]:
-                    break
-                case ["/info"]:
-                    console.print(_facts(conversation), style="dim", markup=False, soft_wrap=True)
-                case ["/back" | "/retry"] if not conversation.turns:
-                    console.print("there is no turn to go back to", style="dim")
-                case ["/back"]:
-                    dropped = conversation.back()
-                    text = f"{counted(dropped, 'token')} dropped · history {conversation.session.history_length}"
-                    console.print(text, style="dim", markup=False)
-                case ["/fork"] | ["/fork", _] if (turns := _forked_turns(message, conversation)) is not None:
-                    if turns > conversation.turns:
-                        text = f"there is no turn {turns}: this session has {counted(conversation.turns, 'turn')}"
-                        console.print(text, style="dim", markup=False)
-                        continue
-                    forked = _forked(conversation, turns, stack, console)
-                    if forked is not None:
-                        conversations.append(forked)
-                        conversation = forked
-                        console.print(_place(conversation, conversations), style="dim", markup=False)
-                case ["/switch"]:
-                    index = (conversations.index(conversation) + 1) % len(conversations)
-                    conversation = conversations[index]
-                    console.print(_place(conversation, conversations), style="dim", markup=False)
-                case [word] if is_interactive and word.startswith("/") and word != "/retry":
-                    console.print(f"unknown command {word}; {COMMANDS}", style="dim", markup=False)
-                case words:
-                    turn = _answer(conversation, None if words == ["/retry"] else message, args, console)
-                    if turn.result is None and not is_interactive:
-                        raise KeyboardInterrupt
+            console.print(HINT, style="dim")
+        talk = Talk(conversation, begin, answer, hold, console, is_interactive=is_interactive)
+        for message in _messages(is_interactive, console):
+            if not talk.take(message):
+                break
+        for kept in talk.conversations if args.session else ():
+            console.print(f"kept: --session {kept.session.id}", style="dim", markup=False, soft_wrap=True)
     return 0
 
 
-def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
-    """Find or start the server, and open a session with the tokenizer that belongs to its model."""
+def _open(
+    args: argparse.Namespace, stack: ExitStack, hold: Callable[[Conversation], Conversation]
+) -> tuple[Callable[[str | None, str | None], Conversation], Callable[[], Conversation]]:
+    """Find or start the server. Returns what begins a conversation there, and what goes on with --session."""
+    from inference_engine.cli.conversation import Conversation, open_conversation
+
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     if args.target:
         client = stack.enter_context(connect(args, args.target))
@@ -139,7 +128,15 @@ def _open(args: argparse.Namespace, stack: ExitStack) -> Conversation:
         # The tokenizer loads while the server loads its model.
         tokenizer = _tokenizer(model.model, model)
         client = stack.enter_context(connect(args, child.wait_ready()))
-    return _conversation(client, tokenizer, args, stack)
+
+    def begin(strategy: str | None, system: str | None) -> Conversation:
+        one = open_conversation(client, tokenizer, strategy=strategy, system=system, label="kakeya chat")
+        return hold(one)
+
+    def resume() -> Conversation:
+        return Conversation.resumed(client.session(args.session), tokenizer)
+
+    return begin, resume
 
 
 def _served_tokenizer(name: str, model: ModelConfig) -> Any:
@@ -160,14 +157,7 @@ def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
     return load_chat_tokenizer(tokenizer_folder(name_or_path, model.cache_path), name=name_or_path)
 
 
-def _conversation(client: Client, tokenizer: Any, args: argparse.Namespace, stack: ExitStack) -> Conversation:
-    from inference_engine.cli.conversation import open_conversation
-
-    conversation = open_conversation(client, tokenizer, strategy=args.strategy, system=args.system, label="kakeya chat")
-    return stack.enter_context(conversation)
-
-
-def _messages(is_interactive: bool) -> Iterator[str]:
+def _messages(is_interactive: bool, console: Console) -> Iterator[str]:
     if not is_interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
@@ -175,31 +165,23 @@ def _messages(is_interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  line editing and history for input()
     with contextlib.suppress(EOFError):
         while True:
-            yield input(PROMPT)
+            try:
+                message = _typed()
+            except KeyboardInterrupt:  # what was typed goes, and nothing else
+                console.print(f"\n{HINT}", style="dim")
+                continue
+            yield message
 
 
-def _forked_turns(message: str, conversation: Conversation) -> int | None:
-    """Behind which turn a fork is asked for; None: the message is none of that."""
-    _, *number = message.split()
-    if not number:
-        return conversation.turns
-    return int(number[0]) if number[0].isdecimal() else None
-
-
-def _forked(conversation: Conversation, turns: int, stack: ExitStack, console: Console) -> Conversation | None:
-    """None: there is no room, which was said, and the chat goes on."""
-    from kakeya import NoCapacity, QuotaExceeded
-
-    try:
-        return stack.enter_context(conversation.fork(turns))
-    except (NoCapacity, QuotaExceeded) as error:
-        console.print(f"no fork: {error}", style="dim", markup=False, soft_wrap=True)
-        return None
-
-
-def _place(conversation: Conversation, conversations: Sequence[Conversation]) -> str:
-    number, length = conversations.index(conversation) + 1, conversation.session.history_length
-    return f"session {number} of {len(conversations)} · {counted(conversation.turns, 'turn')} · history {length}"
+def _typed() -> str:
+    """A message, of several lines between two of SEVERAL_LINES."""
+    text = input(PROMPT)
+    if not text.startswith(SEVERAL_LINES):
+        return text
+    text = text.removeprefix(SEVERAL_LINES)
+    while not text.rstrip().endswith(SEVERAL_LINES):
+        text += "\n" + input(MORE)
+    return text.rstrip().removesuffix(SEVERAL_LINES).strip("\n")
 
 
 def _answer(conversation: Conversation, message: str | None, args: argparse.Namespace, console: Console) -> Turn:
@@ -227,18 +209,5 @@ def cost(turn: Turn) -> str:
             f"history {turn.info.history_length}",
             f"{decimal(turn.info.kv_live_bytes)} held",
             f"{turn.info.evicted_tokens} evicted",
-        )
-    )
-
-
-def _facts(conversation: Conversation) -> str:
-    session = conversation.session
-    info = session.info()
-    limit = "no limit" if info.limit_tokens is None else f"at most {info.limit_tokens}"
-    return "\n".join(
-        (
-            f"session   {session.id[:8]}… on {session.model_id}, {info.strategy}, {session.mode.value}",
-            f"history   {counted(info.history_length, 'token')} ({limit}); {info.evicted_tokens} evicted",
-            f"K/V       {decimal(info.kv_live_bytes)} held, at most {decimal(info.peak_bytes)}",
         )
     )

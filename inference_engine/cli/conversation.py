@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ from inference_engine.errors import ModelError
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.server.http.turn_ends import template_of
 from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
+
+APPEND_TOKENS = 4096  # in one call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +55,31 @@ class Conversation:
     def __init__(self, session: Session, tokenizer: Any, *, system: str | None = None) -> None:
         self.session = session
         self._tokenizer = tokenizer
-        self._system = system
+        self.system = system
         self._said: list[_Said] = []
+        self._failed_at: int | None = None  # where a turn began that had no answer
+
+    @classmethod
+    def resumed(cls, session: Session, tokenizer: Any) -> Self:
+        """Go on with a session that has a history, whose turns show by how their tokens came."""
+        conversation = cls(session, tokenizer)
+        ids: list[int] = []
+        runs: list[tuple[bool, int]] = []  # whether generated, and where it ends
+        for piece in session.history():
+            for index, length in enumerate(piece.run_lengths):
+                ends = length + (runs[-1][1] if runs else 0)
+                if length and runs and runs[-1][0] == bool(index % 2):
+                    runs[-1] = (runs[-1][0], ends)
+                elif length:
+                    runs.append((bool(index % 2), ends))
+            ids += piece.token_ids
+        begins = 0
+        for (was_generated, answer_begins), (is_generated, ends) in pairwise(runs):
+            if is_generated:
+                conversation._said.append(_Said(begins, answer_begins, tuple(ids[answer_begins:ends])))
+            elif was_generated:
+                begins = answer_begins
+        return conversation
 
     def __enter__(self) -> Self:
         return self
@@ -79,9 +105,25 @@ class Conversation:
     def fork(self, turns: int) -> Conversation:
         """Another conversation, which begins with the first `turns` of this one; this one stays as it is."""
         at = self._said[turns].begins if turns < self.turns else None
-        forked = Conversation(self.session.fork(at_position=at), self._tokenizer, system=self._system)
+        forked = Conversation(self.session.fork(at_position=at), self._tokenizer, system=self.system)
         forked._said = self._said[:turns]
         return forked
+
+    def saved(self) -> dict[str, Any]:
+        """What another session needs to go on from here, in values of JSON."""
+        return {
+            "strategy": str(self.session.info().strategy),
+            "system": self.system,
+            "token_ids": [token_id for piece in self.session.history() for token_id in piece.token_ids],
+            "turns": [[one.begins, one.answer_begins, one.answer_begins + len(one.answer)] for one in self._said],
+        }
+
+    def take_over(self, saved: Mapping[str, Any]) -> None:
+        """Append what `saved` has to this session, which is new. Its K/V is computed with the next answer."""
+        ids: list[int] = saved["token_ids"]
+        for first in range(0, len(ids), APPEND_TOKENS):
+            self.session.append(ids[first : first + APPEND_TOKENS])
+        self._said = [_Said(begins, answered, tuple(ids[answered:ends])) for begins, answered, ends in saved["turns"]]
 
     def _rewind(self, position: int) -> int:
         before = self.session.history_length
@@ -90,6 +132,8 @@ class Conversation:
 
     def say(self, message: str, *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
         """Send a message and `show` the answer piece by piece. An interrupt (Ctrl-C) ends the answer, not the chat."""
+        if self._failed_at is not None and self.session.info().history_length > self._failed_at:
+            self._rewind(self._failed_at)
         return self.answer(tuple(self.render(message)), max_tokens=max_tokens, show=show, **sampling)
 
     def answer(self, ids: tuple[int, ...], *, max_tokens: int, show: Callable[[str], None], **sampling: Any) -> Turn:
@@ -101,6 +145,7 @@ class Conversation:
     ) -> Turn:
         """begins: where the turn does, of which `ids` are not appended yet."""
         began = time.perf_counter()
+        self._failed_at = begins
         if ids:
             self.session.append(ids)
         answer_begins = self.session.history_length
@@ -118,6 +163,7 @@ class Conversation:
         ended = time.perf_counter()
         show(text.end())
         self._said.append(_Said(begins, answer_begins, stream.token_ids))
+        self._failed_at = None
         return Turn(
             appended_ids=ids,
             generated_ids=stream.token_ids,
@@ -132,7 +178,7 @@ class Conversation:
         messages = [{"role": "user", "content": message}]
         if self._said:
             return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._said[-1].answer)
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return tokenization.tokens_for_chat([*system, *messages], self._tokenizer)
 
 

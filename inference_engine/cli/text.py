@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -50,10 +51,42 @@ class TextStream:
 
 
 def shown_on(console: Console) -> Callable[[str], None]:
-    """A function that writes pieces of text to `console` as they come, without line breaks or markup."""
+    """A function that writes pieces of text to `console` as they come, without markup; words break on no terminal."""
+    wrapped = _Wrapped(console.width) if console.is_terminal else None
 
     def show(piece: str) -> None:
-        console.out(piece, end="", highlight=False)
+        console.file.write(piece if wrapped is None else wrapped.laid_out(piece))
         console.file.flush()
 
     return show
+
+
+class _Wrapped:
+    """Lays out text that comes in pieces: a word that crosses the edge is taken back, and begins the next line."""
+
+    def __init__(self, width: int) -> None:
+        self._width = max(width - 1, 1)  # behind the last column a terminal waits with its break
+        self._column = 0
+        self._word = ""  # as much as has been shown of it
+
+    def laid_out(self, piece: str) -> str:
+        out = []
+        for char in piece:
+            cells = cell_len(char)
+            if self._column + cells > self._width and char != "\n":
+                taken = cell_len(self._word)
+                if char == " ":
+                    out.append("\n")
+                    self._column, self._word = 0, ""
+                    continue
+                if 0 < taken < self._column:
+                    out.append(f"\x1b[{taken}D\x1b[K\n{self._word}")
+                    self._column = taken
+                else:
+                    out.append("\n")
+                    self._column, self._word = 0, ""
+            out.append(char)
+            self._column = 0 if char == "\n" else self._column + cells
+            # Behind a wide character, such as a Chinese one, a line may break.
+            self._word = "" if char.isspace() or cells > 1 else self._word + char
+        return "".join(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from inference_engine.cli import kill_demo
 from inference_engine.cli.main import main
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
+from kakeya import Client
 from tests.processes import Server
 from tests.tiny_folder import save_tiny_model
 
@@ -90,11 +92,12 @@ def test_what_its_own_server_would_calibrate_is_made_before_and_not_behind_a_spi
 
 def test_info_shows_the_session_and_quit_ends_the_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
     options = ("--model", tiny_folder, "--target", server.target, "--strategy", "sink_window:window=40")
-    status, printed, _ = chat("/info\n/help\n/quit\nnever read\n", *options, where=Terminal)
+    status, printed, _ = chat("/info\n/help\n/halp\n/quit\nnever read\n", *options, where=Terminal)
     assert status == 0
     assert "on tiny, sink_window:sink=4,window=40" in printed
     assert "history   0 tokens (no limit); 0 evicted" in printed
-    assert "unknown command /help; /info shows the session" in printed
+    assert "unknown command /halp; /help lists them" in printed
+    assert "/strategy SPEC  goes on in another session with this strategy" in printed
     assert COST.search(printed) is None
 
 
@@ -142,6 +145,73 @@ def test_a_line_that_is_not_utf_8_ends_the_chat_with_the_reason(chat: Chat, serv
     assert (status, printed) == (1, "")
     assert said.startswith("kakeya chat: messages[0]: holds '\\udce9', no character")
     assert said.count("\n") == 1
+
+
+def test_at_a_terminal_a_conversation_outlives_mistakes_and_interrupts(
+    chat: Chat, server: Server, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed leaves nothing in the session: the next message is answered as if it had not been sent."""
+    lines: Iterator[str | BaseException] = iter(
+        (
+            *("One", KeyboardInterrupt(), "caf\udce9", "x" * 600, '"""Two', "lines", '"""', "/fork 0"),
+            *('"""', "dropped", KeyboardInterrupt(), "One", "Two\nlines", "/strategy nonsense", EOFError()),
+        )
+    )
+
+    def typed(_prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    status, printed, _ = chat("", "--model", tiny_folder, "--target", server.target, "--max-tokens=3", where=Terminal)
+    assert status == 0
+    one, two, *again = COST.findall(printed)
+    assert int(two[3]) == int(one[3]) + int(two[0]) + 3
+    assert again == [one, two]
+    assert printed.count("/quit or Ctrl-D ends the chat") == 3
+    assert "holds '\\udce9', no character" in printed
+    assert "would exceed the session's limit of 512" in printed
+    assert "there is no strategy 'nonsense'" in printed
+
+
+def test_what_is_saved_is_loaded_with_its_turns_and_goes_on_with_another_strategy(
+    chat: Chat, server: Server, tiny_folder: Path, tmp_path: Path
+) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=3")
+    file = tmp_path / "talk.json"
+    status, printed, _ = chat(f"One\nTwo\n/save {file}\nThree\n", *options, "--system=Be brief.")
+    assert status == 0
+    _, two, three = COST.findall(printed)
+    typed = f"/load {file}\n/strategy\nThree\n/back\n/back\nTwo\n/strategy sink_window:window=240\nThree\n/info\n"
+    status, printed, said = chat(typed, *options)
+    assert status == 0, said
+    assert re.findall(r"(\d) turns · history (\d+)", printed) == [("2", two[3])] * 2
+    assert COST.findall(printed) == [three, two, three]
+    assert "sink_window:sink=4,window=240" in printed
+    status, _, said = chat(f"/save {file}\n", *options)
+    assert (status, said.count("\n")) == (1, 1), "what is there is not written over"
+    file.write_text("[]")
+    status, _, said = chat(f"/load {file}\n", *options)
+    assert (status, "is no conversation that /save wrote" in said) == (1, True)
+
+
+def test_a_session_that_is_kept_goes_on_in_another_chat(chat: Chat, server: Server, tiny_folder: Path) -> None:
+    options = ("--model", tiny_folder, "--target", server.target, "--max-tokens=3")
+    status, whole, _ = chat("One\nTwo\nThree\n", *options)
+    assert status == 0
+    status, printed, _ = chat("One\nTwo\n", *options, "--session=new")
+    kept = re.search(r"kept: --session (\S+)", printed)
+    assert (status, bool(kept)) == (0, True)
+    assert kept is not None
+    status, printed, _ = chat("/back\nTwo\nThree\n", *options, "--session", kept[1])
+    assert status == 0
+    assert COST.findall(printed) == COST.findall(whole)[1:]
+    assert chat("", "--model", tiny_folder, "--session=new")[0] == 1
+    with Client(server.target) as client:
+        for one in client.sessions():
+            client.session(one.id).close()
 
 
 def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference_engine.cli.text import TextStream
+from inference_engine.cli.text import TextStream, shown_on
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +55,37 @@ def test_special_tokens_are_not_shown(tokenizer: PreTrainedTokenizerFast) -> Non
 def test_nothing_the_model_writes_steers_the_terminal(tokenizer: PreTrainedTokenizerFast) -> None:
     shown = "".join(pieces_of(tokenizer, tokenizer.encode("a\x1b[2Jb\rc\x07\x7f\x9b\nd\te")))
     assert shown == "a␛[2Jb␍c␇␡\N{REPLACEMENT CHARACTER}\nd\te"
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_at_a_terminal_no_word_breaks_that_a_line_can_hold(width: int) -> None:
+    text = "The quick brown fox jumps over the lazy dog, unbelievably\noften, and 漢字 are not words at all. " * 3
+    screen = Screen()
+    show = shown_on(Console(file=screen, force_terminal=True, width=width))
+    for first in range(0, len(text), 3):
+        show(text[first : first + 3])
+    lines = "".join(screen.lines).split("\n")
+    assert max(map(cell_len, lines)) < width
+    assert " ".join(lines).split() == text.split()
+    longest = "x" * 3 * width
+    show(f"\n{longest}")
+    assert "".join(screen.lines).replace("\n", "").endswith(longest)
+    piped = io.StringIO()
+    shown_on(Console(file=piped, width=width))(text)
+    assert piped.getvalue() == text
+
+
+class Screen(io.StringIO):
+    """Does what a terminal does with what is written: `lines` are the characters that are seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def write(self, text: str) -> int:
+        for back, char in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", text, re.DOTALL):
+            left = int(back or 0)
+            while left > 0:
+                left -= cell_len(self.lines.pop())
+            self.lines += [char] if char else []
+        return len(text)
