@@ -277,6 +277,13 @@ BUGS = (
         (POSTGRES,),
     ),
     Bug(
+        "a server folds what another one has by then",
+        "inference_engine/session/postgres_tables.py",
+        "        if list(rows):\n            super().fold(number)\n",
+        "        if rows:\n            super().fold(number)\n",
+        (POSTGRES,),
+    ),
+    Bug(
         "a server that may have been taken for dead answers as if it was not",
         "inference_engine/session/postgres_journal.py",
         "        return SAFE if self._lease.is_sure else self._ask_for_proof()\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -290,3 +291,45 @@ def test_a_process_that_has_just_ended_does_not_keep_the_next_one_from_its_datab
     for _ in range(5):
         opened(database).stop()
     assert time.monotonic() - began < 60
+
+
+def test_a_server_folds_nothing_of_a_session_that_another_one_has_by_then(database: Database) -> None:
+    """It was noted for folding before it was let go of. Rows that the other commits between reading and deletion would
+    be deleted unread."""
+    claimed, has_read, written = (threading.Event() for _ in range(3))
+    with one_session(database) as one:
+        two: Any = opened(database, replica="two")
+        fold, clear, folds = one._tables.fold, one._tables.tail.clear, list[int]()
+
+        def after_the_claim(number: int) -> None:
+            folds.append(number)
+            assert len(folds) == 1 or claimed.wait(20)
+            fold(number)
+
+        def after_a_commit(number: int) -> None:
+            if len(folds) > 1:
+                has_read.set()
+                assert written.wait(20)
+            clear(number)
+
+        one._tables.fold, one._tables.tail.clear = after_the_claim, after_a_commit
+        try:
+            one.leave("session-0")
+            assert one._writer.flush(20, one.receipt("session-0"))
+            assert two.load("session-0", OWNER) is not None
+            two.append("session-0", 3, ONE, Mark.APPENDED)
+            assert two._writer.flush(20)
+            claimed.set()
+            while one._tables.to_fold and not has_read.is_set():
+                time.sleep(0.001)
+            two.append("session-0", 4, ONE, Mark.APPENDED)
+            assert two._writer.flush(20)
+            written.set()
+            until_folded(one)
+            assert len(folds) > 1
+        finally:
+            two.stop()
+    three: Any = opened(database, replica="three")
+    assert three.load("session-0", OWNER).record.session_id == "session-0"
+    assert three.look("session-0", OWNER)[0].history_length == 5
+    three.stop()
