@@ -21,7 +21,7 @@ import torch.distributed as dist
 from inference_engine.backends.ranks.group import join_group
 
 WIDTH, IN_A_GRAPH = 3584, 56  # of a model of 7 billion weights: numbers of a token, and sums of a step
-ROWS = (1, 8, 64, 256, 1024)
+ROWS = (1, 8, 64, 256, 1024, 4096)
 _SECONDS = 60
 
 

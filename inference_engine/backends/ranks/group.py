@@ -25,8 +25,8 @@ from inference_engine.kernels.graph_io import Peaks
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0  # for another rank, in a step or at the start
-_ROOM_BYTES = 2**15  # of what a kernel of ours adds up: with more programs its flags take longer than torch's
-_MOST_READ_BYTES = 2**19  # of a sum that each rank reads whole
+_PUSHED_BYTES = 2**23  # that a rank writes to all others at once
+_GATHERED_BYTES = 2**20
 _MOST_SUM_BYTES = 2**26
 _SHARE = 128  # numbers that a share of a sum must be a multiple of
 
@@ -87,7 +87,8 @@ class LibraryGroup:
 class SymmetricGroup(LibraryGroup):
     """Over memory of each GPU that the others read. Implements RankGroup.
 
-    Of what is small each rank reads all parts, by a kernel of ours, then by torch's; of more each adds up a share.
+    Each rank writes its part to all others, which add up, in a kernel of ours. Of much, and more than two ranks, each
+    adds up a share, in torch's.
     """
 
     def __init__(self, rank: int, ranks: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -95,7 +96,7 @@ class SymmetricGroup(LibraryGroup):
         super().__init__(rank, ranks, "symmetric memory")
         import torch.distributed._symmetric_memory as symmetric
 
-        from inference_engine.kernels.triton.rank_sums import BLOCK, SharedRoom
+        from inference_engine.kernels.triton.rank_sums import ABSENT, BLOCK, SharedRoom, room_numbers
 
         world = dist.group.WORLD
         assert world is not None
@@ -103,25 +104,27 @@ class SymmetricGroup(LibraryGroup):
         kept: list[Tensor] = []
 
         def shared(count: int, kind: torch.dtype) -> Any:
-            memory = symmetric.empty(count, dtype=kind, device=device)
-            kept.append(memory.zero_())
-            return symmetric.rendezvous(memory, world)
+            kept.append(symmetric.empty(count, dtype=kind, device=device).fill_(ABSENT))
+            return symmetric.rendezvous(kept[-1], world)
 
-        def room(numbers: int, kind: torch.dtype) -> SharedRoom:
-            rooms, flags = shared(2 * numbers, kind), shared(numbers // BLOCK * ranks, torch.int64)
-            return SharedRoom(rank, rooms.buffer_ptrs, flags.buffer_ptrs, numbers, device)
+        def room(nbytes: int, kind: torch.dtype) -> SharedRoom:
+            numbers = nbytes // kind.itemsize // (ranks - 1) // BLOCK * BLOCK  # links bring ranks - 1 parts
+            rooms = shared(room_numbers(ranks, numbers), kind)
+            return SharedRoom(rank, rooms.buffer_ptrs, numbers, device)
 
-        self._sums = room(_ROOM_BYTES // dtype.itemsize, dtype)
-        self._gathers = room(_ROOM_BYTES // 4, torch.float32)
-        shared(_MOST_SUM_BYTES // dtype.itemsize, dtype)
-        self._kept, self._shared = kept, kept[-1]
+        self._sums = room(_PUSHED_BYTES, torch.int16 if dtype.itemsize == 2 else torch.int32)
+        self._gathers = room(_GATHERED_BYTES, torch.int32)
+        shares = _MOST_SUM_BYTES // dtype.itemsize if ranks > 2 else 0
+        self._shared = symmetric.empty(max(1, shares), dtype=dtype, device=device)
+        symmetric.rendezvous(self._shared, world)
+        self._kept = kept
         torch.cuda.synchronize(device)
-        dist.barrier()  # no flag is set before it is zeroed
+        dist.barrier()  # nothing is written before all is ABSENT
 
     def check(self) -> None:
         """Try sums of each kind, beside the others. Raises RuntimeError if one is wrong."""
-        for nbytes in (256, _ROOM_BYTES, 2 * _ROOM_BYTES, 2 * _MOST_READ_BYTES):
-            for _ in range(3):
+        for nbytes in (256, 2**19, 2 * _PUSHED_BYTES, _PUSHED_BYTES // (self.ranks - 1), 256):
+            for _ in range(4):
                 count = nbytes // self._dtype.itemsize
                 given = torch.full((1, count), self.rank + 1.0, dtype=self._dtype, device=self._shared.device)
                 if not bool((self.sum(given) == self.ranks * (self.ranks + 1) / 2).all()):
@@ -129,15 +132,12 @@ class SymmetricGroup(LibraryGroup):
 
     def sum(self, states: Tensor) -> Tensor:
         states, count = states.contiguous(), states.numel()
-        if count <= self._sums.numbers:
+        if count <= self._sums.numbers or self.ranks == 2:
             return self._sums.sum(states)
         if count > len(self._shared) or count % _SHARE:
             return super().sum(states)
         shared = self._shared[:count]
         shared.copy_(states.view(-1))
-        if states.nbytes <= _MOST_READ_BYTES:
-            found: Tensor = torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._group)
-            return found.view_as(states)
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._group)
         return shared.clone().view_as(states)
 

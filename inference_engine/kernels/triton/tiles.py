@@ -132,6 +132,8 @@ def tile_of_some(outputs: int, inputs: int, itemsize: int, tokens: int, matrices
     """
     if itemsize > 2:
         return Tile(16, 64, 4, 4)
+    if matrices > 1 and inputs >= 2048 and _PROGRAMS < triton.cdiv(outputs, 64) <= _PROGRAMS * 3 // 2:
+        return Tile(64, 64, 4, 5 if tokens <= 32 else 4)  # two fit a multiprocessor, so none is left for a second round
     if matrices > 1 and inputs >= 2048 and tokens <= 32:
         return Tile(64, 128, 4, 4)
     if matrices > 1 or inputs < 2048 or outputs > 8192:
