@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -19,8 +20,15 @@ from inference_engine.cli import auto_calibration as first_use
 from inference_engine.cli import process
 from inference_engine.cli.answers import add_max_tokens, refuse_longer
 from inference_engine.cli.child import child_server
-from inference_engine.cli.connection import add_connection, connect
-from inference_engine.cli.settings import CONVERSATION, add_config_file, add_settings, refuse_without_effect, settings
+from inference_engine.cli.connection import OWN_SERVER, add_connection, connect
+from inference_engine.cli.settings import (
+    CONVERSATION,
+    HELP,
+    add_config_file,
+    add_settings,
+    refuse_without_effect,
+    settings,
+)
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError, ModelError, counted
@@ -38,6 +46,19 @@ SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "presence_pen
 
 
 def add_parser(subparsers: Subparsers) -> None:
+    one = subparsers.add_parser(
+        "run",
+        help="fetch a model if it is not here, start it, and chat",
+        description="Fetch a model if it is not here, start a server with it, and chat as `kakeya chat` does. A model "
+        "without a chat template goes on with what is typed.",
+    )
+    one.add_argument("model", metavar="NAME|PATH", help=HELP["model"][1])
+    add_config_file(one)
+    add_settings(one, ModelConfig, only=[field.name for field in fields(ModelConfig) if field.name != "model"])
+    add_settings(one, EngineConfig, only=CONVERSATION)
+    _add_answers(one)
+    one.set_defaults(run=run_model, session=None, **OWN_SERVER)
+
     parser = subparsers.add_parser(
         "chat",
         help="chat with a model in the terminal",
@@ -49,12 +70,16 @@ def add_parser(subparsers: Subparsers) -> None:
     add_connection(parser)
     add_settings(parser, ModelConfig)
     add_settings(parser, EngineConfig, only=CONVERSATION)
-    answer = parser.add_argument_group("answers")
-    answer.add_argument(
+    _add_answers(parser).add_argument(
         "--session",
         metavar="ID",
         help="with --target: go on with this session of yours, or with a new one (new), and close none at the end",
     )
+    parser.set_defaults(run=run)
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    answer = parser.add_argument_group("answers")
     answer.add_argument("--system", metavar="TEXT", help="a system message for the start")
     add_max_tokens(answer, 512)
     answer.add_argument("--temperature", type=float, metavar="T", help="0: greedy decoding (default)")
@@ -70,7 +95,16 @@ def add_parser(subparsers: Subparsers) -> None:
         "--frequency-penalty", type=float, default=0.0, metavar="F", help="the same, more for each time it comes"
     )
     answer.add_argument("--seed", type=int, metavar="N", help="equal seeds sample equal tokens")
-    parser.set_defaults(run=run)
+    return answer
+
+
+def run_model(args: argparse.Namespace) -> int:
+    """Raises ModelError if it cannot be fetched or served, and as `run`."""
+    from inference_engine.cli.models import fetched
+
+    config = settings(args, ModelConfig)
+    process.say(fetched(config, Console(stderr=True)))
+    return run(args)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,7 +160,7 @@ def _open(
     else:
         child = stack.enter_context(child_server(model, engine))
         # The tokenizer loads while the server loads its model.
-        tokenizer = _tokenizer(model.model, model)
+        tokenizer = _tokenizer(model.model, model, may_continue=args.run is run_model)
         client = stack.enter_context(connect(args, child.wait_ready()))
 
     def begin(strategy: str | None, system: str | None) -> Conversation:
@@ -150,11 +184,12 @@ def _served_tokenizer(name: str, model: ModelConfig) -> Any:
         ) from error
 
 
-def _tokenizer(name_or_path: str, model: ModelConfig) -> Any:
+def _tokenizer(name_or_path: str, model: ModelConfig, *, may_continue: bool = False) -> Any:
     from inference_engine.cli.conversation import load_chat_tokenizer
     from inference_engine.models import tokenizer_folder
 
-    return load_chat_tokenizer(tokenizer_folder(name_or_path, model.cache_path), name=name_or_path)
+    folder = tokenizer_folder(name_or_path, model.cache_path)
+    return load_chat_tokenizer(folder, name=name_or_path, may_continue=may_continue)
 
 
 def _messages(is_interactive: bool, console: Console) -> Iterator[str]:

@@ -27,6 +27,10 @@ _IN_FLAGS = {
     "the key in tls": "the key in --tls-client-key-file",
 }
 
+# What `connect` reads of a command that asks for no connection: it starts its server itself.
+OWN_SERVER: dict[str, Any] = {"target": None, "api_key_file": None, "tls": False, "tls_ca_file": None}
+OWN_SERVER |= {"tls_client_cert_file": None, "tls_client_key_file": None}
+
 
 def add_connection(
     parser: argparse.ArgumentParser,

@@ -175,6 +175,9 @@ class Conversation:
 
     def render(self, message: str) -> list[int]:
         """The ids of a message, and with the first one of what stands before it."""
+        if self._tokenizer.chat_template is None:
+            ids: list[int] = self._tokenizer.encode(message, add_special_tokens=self.session.history_length == 0)
+            return ids
         messages = [{"role": "user", "content": message}]
         if self._said:
             return tokenization.tokens_for_next_turn(messages, self._tokenizer, after=self._said[-1].answer)
@@ -193,10 +196,13 @@ def open_conversation(
     return Conversation(session, tokenizer, system=system)
 
 
-def load_chat_tokenizer(folder: Path, *, name: str) -> Any:
-    """The tokenizer in a folder. name: of the model, for messages. Raises ModelError if it has no chat template."""
+def load_chat_tokenizer(folder: Path, *, name: str, may_continue: bool = False) -> Any:
+    """The tokenizer in a folder. name: of the model, for messages.
+
+    Raises ModelError if it has no chat template; not with `may_continue`: then the model goes on with what is said.
+    """
     tokenizer: Any = tokenization.load_tokenizer(folder)
-    if template_of(getattr(tokenizer, "chat_template", None), name) is None:
+    if not may_continue and template_of(getattr(tokenizer, "chat_template", None), name) is None:
         raise ModelError(f"{name} has no chat template, so it cannot chat; choose an instruct model")
     return tokenizer
 

@@ -10,7 +10,10 @@ Exit status: 0 done, 1 an error of the model or the settings (in one line), 2 wr
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from inference_engine.config import ModelConfig, resolve
+from inference_engine.config import ModelConfig, hub_cache, in_full, resolve
 from inference_engine.errors import KakeyaError, ModelError
 from inference_engine.models import (
     CheckedFolder,
@@ -27,6 +30,7 @@ from inference_engine.models import (
     check_model,
     fetch,
     fetch_from_hub,
+    find_model,
     hub_model,
     is_known,
     known_model,
@@ -38,11 +42,15 @@ from inference_engine.models import (
     tokenizer_folder,
 )
 from inference_engine.models.folder import GGUF, gguf_parts, grouping_of, layout_of
+from inference_engine.models.hub import hub_names
+from inference_engine.models.registry import KnownModel
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 MOST_NAMES = 20  # of ignored files
+PROCESS_BYTES = 300_000_000  # of a server beside weights and K/V, most of it libraries
+READ_BYTES = 2**26  # more than a processor's caches hold
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -71,9 +79,9 @@ def run(args: argparse.Namespace) -> int:
         cache = resolve(ModelConfig, {"cache_dir": args.cache_dir}, file=args.config).cache_path
         match args.models_command:
             case "list":
-                console.print(_list(cache))
+                console.print(_list(cache), markup=False, highlight=False)
             case "fetch":
-                console.print(_fetch(args.name, cache, errors), soft_wrap=True, markup=False, highlight=False)
+                console.print(fetch_named(args.name, cache, errors), soft_wrap=True, markup=False, highlight=False)
             case "show":
                 checked = check_model(args.model, cache=cache, thorough=args.verify)
                 config = resolve(ModelConfig, {"cache_dir": args.cache_dir, "model": args.model}, file=args.config)
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fetch(name: str, cache: Path, errors: Console) -> str:
+def fetch_named(name: str, cache: Path, errors: Console) -> str:
     named = None if is_known(name) else hub_model(name)
     if named is None:
         folder = fetch(name, cache, console=errors)
@@ -107,19 +115,57 @@ def _fetch(name: str, cache: Path, errors: Console) -> str:
     return f"{named} is ready in {fetch_from_hub(named, cache, admit=served, console=errors)}"
 
 
-def _list(cache: Path) -> Table:
-    table = Table("name", "model", "licence", "download", "on disk", "here")
-    for name in known_names():
-        known = known_model(name)
-        table.add_row(
-            name,
-            known.title,
-            known.licence,
-            decimal(known.download_bytes),
-            decimal(known.gguf_bytes),
-            _state(name, cache),
-        )
-    return table
+def fetched(config: ModelConfig, errors: Console) -> str:
+    """Fetch what is named and is not here. Returns a line that says what it is. Raises ModelError."""
+    name, cache = config.model, config.cache_path
+    if is_known(name):
+        if not model_folder(name, cache).exists():
+            errors.print(_expected(known_model(name)), soft_wrap=True, markup=False, highlight=False)
+        return fetch_named(name, cache, errors)
+    if hub_model(name) is not None and not in_full(name).exists():
+        try:
+            find_model(name, cache=cache)
+        except ModelError:
+            return fetch_named(name, cache, errors)
+    return f"{name} is here"
+
+
+def _expected(known: KnownModel) -> str:
+    """What it takes on this machine. A decode step reads every weight once, and cannot be faster than that."""
+    tokens = reading_speed() / known.gguf_bytes
+    return (
+        f"downloads {decimal(known.download_bytes)}; serves in about {decimal(known.gguf_bytes + PROCESS_BYTES)} and "
+        f"K/V; decodes at most about {tokens:.0f} tokens/s without a drafter, as fast as this CPU reads memory"
+    )
+
+
+@cache
+def reading_speed() -> float:
+    """Bytes of memory that this machine's cores read in a second, together, if nothing else runs."""
+    import numpy as np
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    array = np.ones(READ_BYTES // 4, np.float32)
+
+    def seconds() -> float:
+        began = time.thread_time()  # what others take of the processor does not count
+        array.max()
+        return time.thread_time() - began
+
+    return cores * array.nbytes / min(seconds() for _ in range(5))
+
+
+def _list(cache: Path) -> str:
+    """A paragraph each: a table of so much is not read on a narrow screen."""
+    models = [known_model(name) for name in known_names()]
+    lines = []
+    for known in models:
+        kind = "" if known.has_chat_template else ", which goes on with a text and does not chat"
+        lines += [f"{known.name}: {known.title}{kind}; {known.licence}", f"  here: {_state(known.name, cache)}"]
+        lines += [f"  {_expected(known)}"]
+    lines += [f"{name}: of the hub, here" for name in hub_names(hub_cache())]
+    lines.append("Any org/name of the Hugging Face hub, folder of safetensors or GGUF file: `kakeya run NAME|PATH`.")
+    return "\n".join(lines)
 
 
 def _state(name: str, cache: Path) -> str:

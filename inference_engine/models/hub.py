@@ -64,6 +64,12 @@ def snapshot(model: HubModel, cache: Path) -> Path:
     return folder
 
 
+def hub_names(cache: Path) -> list[str]:
+    """Models with a snapshot there, whole or not."""
+    entries = sorted(path.parent.name for path in cache.glob("models--*/snapshots"))
+    return [name for entry in entries if hub_model(name := entry.removeprefix("models--").replace("--", "/"))]
+
+
 def name_of_snapshot(folder: Path) -> str | None:
     """`org/name` if `folder`, with links resolved, is a snapshot in a hub's cache."""
     entry = folder.parent.parent.name

@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import NoReturn
 from unittest.mock import Mock
 
@@ -71,6 +72,20 @@ def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_report
     length = int(first[0]) + 3
     assert first[1:] == ("3", "max_tokens", str(length), "0")
     assert second[1:] == ("3", "max_tokens", str(length + int(second[0]) + 3), "0")
+
+
+def test_run_starts_a_model_by_its_folder_and_one_without_a_template_goes_on_with_a_text(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = copytree(tiny_folder, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    for folder, has_template in ((tiny_folder, True), (base, False)):
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\nAgain\n"))
+        assert main(("run", str(folder), "--kv-bytes=64MiB", "--max-tokens=3")) == 0
+        printed = capfd.readouterr()
+        assert f"{folder} is here" in printed.err
+        lengths = [int(appended) for appended, *_ in COST.findall(printed.out)]
+        assert (lengths == [5, 5]) is not has_template, "as it was typed, with nothing around it"
 
 
 def test_what_its_own_server_would_calibrate_is_made_before_and_not_behind_a_spinner(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from inference_engine.cli import models as command
+from inference_engine.config import ModelConfig
 from tests.further import further_test
 from tests.models.odd_models import ODD
 from tests.models.tiny_gguf import tiny_model, write_gguf
@@ -52,6 +55,46 @@ def test_show_says_what_its_files_contradict(tmp_path: Path, cache: Path, capsys
     assert kakeya_models("show", str(tmp_path / "model"), "--cache-dir", str(cache)) == 0
     printed = capsys.readouterr().out
     assert "remarks" in printed and "lm_head.weight is another matrix than" in printed
+
+
+def test_list_says_before_a_download_what_to_expect_and_reads_on_a_narrow_screen(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hub/models--org--small/snapshots/abc").mkdir(parents=True)
+    monkeypatch.setattr(command, "hub_cache", lambda: tmp_path / "hub")
+    monkeypatch.setattr(command, "reading_speed", lambda: 9_836_243_200.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    assert kakeya_models("list", "--cache-dir", str(cache)) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 40
+    said = " ".join(printed.split())
+    assert "smollm2-135m: SmolLM2 135M Instruct; Apache-2.0 here: no downloads 92.9 MB; serves in about 398.4" in said
+    assert "decodes at most about 100 tokens/s" in said
+    assert "org/small: of the hub, here" in said
+
+
+def test_memory_is_read_at_some_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "READ_BYTES", 4096)
+    assert command.reading_speed.__wrapped__() > 0
+
+
+def test_what_is_here_is_not_fetched_and_what_is_not_is_announced(
+    folder: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[str] = []
+
+    def fetch(name: str, *_: object) -> str:
+        fetched.append(name)
+        return f"{name} is ready"
+
+    monkeypatch.setattr(command, "fetch_named", fetch)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    console = Console(file=io.StringIO(), width=200)
+    for name, is_fetched in ((str(folder), False), ("org/name", True), ("smollm2-135m", True)):
+        config = ModelConfig(model=name, cache_dir=str(cache))
+        assert command.fetched(config, console) == (f"{name} is ready" if is_fetched else f"{name} is here")
+    assert fetched == ["org/name", "smollm2-135m"]
+    assert isinstance(console.file, io.StringIO) and "downloads 92.9 MB" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
