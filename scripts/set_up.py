@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "inference_engine" / "native" / "build.py"
 _LINES_OF_A_FAILURE = 15
+# A seventh of the environment: programs and data by which torch's wheel is tested, and its builds of protoc.
+_UNUSED = "torch/test torch/bin/test_* torch/bin/*Test torch/bin/protoc*"
 # Of what commands say, lines that are progress, and as what they are shown.
 _SHOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\s*Downloading ([^- ]+-[^- ]+)-\S+ \(([\d.]+ [MG]B)\)"), lambda found: f"{found[1]}, {found[2]}"),
@@ -168,7 +170,8 @@ def tasks(given: argparse.Namespace) -> list[Task]:
     make = () if is_there else ((sys.executable, "-m", "venv", environment),)
     # With a compiler that is none: the library is compiled beside this.
     editable = ("env", "CXX=none", *install, "--no-deps", "--no-build-isolation", "-e", "sdks/python", "-e", ".")
-    packages = task("packages", *make, (*install, "-r", "requirements.txt"), editable)
+    leave_out = ("sh", "-c", f'cd "$1"/lib/python*/site-packages && rm -rf {_UNUSED}', "sh", environment)
+    packages = task("packages", *make, (*install, "-r", "requirements.txt"), leave_out, editable)
     library = task("native library", (sys.executable, "-u", BUILD, *compiling))
     # Does nothing where that has found a compiler; else one is fetched as a package, now that there is pip.
     compiler = task("compiler", (python, "-u", BUILD, "--fetch", *compiling), after=(packages, library))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -13,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from scripts.set_up import Run, Task
+from scripts.set_up import Run, Task, tasks
 
 ROOT = Path(__file__).resolve().parents[1]
 # What torch brings where an index has a build for GPUs: no pin is for those.
@@ -55,6 +57,19 @@ def test_the_pins_for_running_are_what_both_projects_ask_for_and_bring() -> None
 def test_every_pin_names_one_version() -> None:
     for name in ("requirements.txt", "requirements-dev.txt"):
         assert [str(each) for each in pins(name).values() if not re.fullmatch(r"==[\w.]+", str(each.specifier))] == []
+
+
+def test_what_a_wheel_brings_for_its_own_tests_is_left_out(tmp_path: Path) -> None:
+    environment = tmp_path / "an environment"
+    packages = environment / "lib" / "python3.12" / "site-packages" / "torch"
+    needed = {"testing/__init__.py", "bin/torch_shm_manager", "lib/libtorch.so", "include/torch.h"}
+    for name in {*needed, "test/data/a.py", "bin/test_api", "bin/HashStoreTest", "bin/protoc-3.13.0.0"}:
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        (packages / name).touch()
+    given = argparse.Namespace(environment=environment, development=False, every_level=False, compiler="", fetch="")
+    own = next(each for each in tasks(given) if each.name == "packages")
+    subprocess.run(next(each for each in own.commands if each[0] == "sh"), check=True)
+    assert {str(each.relative_to(packages)) for each in packages.rglob("*") if each.is_file()} == needed
 
 
 def python(code: str) -> tuple[str, ...]:
