@@ -3,6 +3,7 @@
     border    32    64    128    256                512                768 …        with segments of 256 tokens
     digest    h1 ─▶ h2 ─▶ h3 ──▶ h4 ──────────────▶ h5 ──────────────▶ h6           h1 = H(owner, strategy, 32 tokens)
 
+Behind 64 segments there are fewer, each a thirty-second further than the last at most: 256 in a million tokens.
 Two histories with the same h3 have their first 128 tokens in common; how many more is found token by token. Sessions in
 memory are entered, and what is kept of some that closed (`session/kept_prefixes.py`): all of it has one model and one
 numeric identity. An owner's are never compared with another's, so no owner can tell by time or counts what another has.
@@ -22,6 +23,7 @@ from inference_engine.session.session import Session
 
 LEAST_TOKENS = 32  # that are worth looking for
 _DIGEST_BYTES = 16
+_EACH_SEGMENT = 64  # has a border at its end; behind them, each second one has, each fourth, …
 _MOST_ALIKE = 32  # sessions that are looked at for one
 
 
@@ -81,6 +83,15 @@ class Prefixes:
             if not session.is_gone:
                 self.add(session, session.digests[session.entered_digests :])
                 session.entered_digests = len(session.digests)
+
+    @staticmethod
+    def begin_as(fork: Session, parent: Session) -> None:
+        """What it begins with need not be hashed once more. Called with the lock held."""
+        step = fork.kv.context.geometry.segment_tokens
+        for index, digest in enumerate(parent.digests):
+            if border(index, step) > len(fork.history):
+                break
+            fork.digests.append(digest)
 
     def add(self, lender: Lender, digests: Iterable[bytes]) -> None:
         """Let others find these of its digests. Called with the lock held."""
@@ -151,7 +162,10 @@ def border(index: int, segment: int) -> int:
     short = max(0, (segment - 1) // LEAST_TOKENS).bit_length()
     if index < short:
         return LEAST_TOKENS << index if index >= 0 else 0
-    return (index - short + 1) * segment
+    if (segments := index - short + 1) > _EACH_SEGMENT:
+        doubled, further = divmod(segments - _EACH_SEGMENT - 1, _EACH_SEGMENT // 2)
+        segments = (_EACH_SEGMENT << doubled) + (further + 1) * (2 << doubled)
+    return segments * segment
 
 
 def are_kin(session: Session, other: Lender) -> bool:

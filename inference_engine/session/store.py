@@ -163,6 +163,7 @@ class SessionStore:
             kv.coming = kv.kept_of(parent.kv, entries_kept(at))
             session = self._maker.open(kv, parent.eos_token_ids, parent.owner, parent=parent, at=at, label=label)
             parent.family = session.family = parent.family or object()
+            self.prefixes.begin_as(session, parent)
             parent.pins += 1
             session.pins += 1
             self._add(session)
@@ -187,6 +188,7 @@ class SessionStore:
                 kv, session.eos_token_ids, session.owner, parent=session, at=at, label=session.label, keeps=is_its_own
             )
             new.family = session.family
+            self.prefixes.begin_as(new, session)
             new.pins += 1
             if is_its_own:
                 new.take_memory(session, ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from inference_engine.errors import NoCapacity, QuotaExceeded
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.session.prefixes import LEAST_TOKENS, border
 from inference_engine.types import Accepted, Failed, Finished, GenerateParams, Progress
 from tests.engine.sessions import Gate, opened
-from tests.facade import drop_entries, standing_still
+from tests.facade import drop_entries, session_of, standing_still
 from tests.kept import keeping
 from tests.laws.variants import drain, generate, text
 from tests.tiny_native import served_engine
@@ -47,6 +49,32 @@ def said(engine: Engine, session: str, first: int = COMMON) -> list[int]:
 def ended(generations: list[Generation]) -> list[Finished]:
     done = [drain(one)[-1] for one in generations]
     return [one for one in done if isinstance(one, Finished)]
+
+
+def test_borders_are_few_and_the_next_is_never_far() -> None:
+    for segment in (16, 48, 256):
+        borders = [border(index, segment) for index in range(-1, 400)]
+        assert borders[:2] == [0, min(LEAST_TOKENS, segment)]
+        for one, following in pairwise(borders[1:]):
+            assert one < following <= one + max(min(segment, one), one // 32)
+            assert following <= segment or following % segment == 0
+    assert border(300, 256) > 2**21
+
+
+def test_what_a_fork_or_a_rewound_session_begins_with_is_hashed_once() -> None:
+    """Of a long history that takes the engine's thread longer than several steps."""
+    with sharing_engine() as engine:
+        parent, other = opened(engine, COMMON), opened(engine, COMMON)
+        ended([engine.generate(one, SOME) for one in (parent, other)])
+        hashed, again = (list(session_of(engine, one).digests) for one in (parent, other))
+        assert hashed == again and len(hashed) > 3
+        segment = session_of(engine, parent).kv.context.geometry.segment_tokens
+        fork = engine.fork_session(parent).session_id
+        rewound = engine.rewind_session(other, 100).session_id
+        for session, its, length in ((fork, hashed, COMMON + SOME.max_tokens), (rewound, again, 100)):
+            found = session_of(engine, session).digests
+            assert border(len(found) - 1, segment) <= length < border(len(found), segment)
+            assert all(one is same for one, same in zip(found, its, strict=False))
 
 
 @pytest.mark.parametrize("share_prefixes", ["owner", "off"])
