@@ -348,6 +348,8 @@ def shrunken(config: PretrainedConfig, *, layers: Sequence[int], sizes: TwinSize
     if getattr(text, "qk_rope_head_dim", None):
         changes["qk_rope_head_dim"] = sizes.head_dim
         changes["qk_head_dim"] = _SMALL["qk_nope_head_dim"] + sizes.head_dim
+    if "index_head_dim" in changes:  # of which as many numbers are rotated
+        changes["index_head_dim"] = max(changes["index_head_dim"], sizes.head_dim)
     if dense := getattr(text, "first_k_dense_replace", None):
         changes["first_k_dense_replace"] = sum(layer < dense for layer in layers)
     if not getattr(text, "head_dim", None) or text.head_dim * heads == text.hidden_size:

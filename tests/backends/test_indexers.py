@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
-from inference_engine.backends.twin import admit_config, model_class
+from inference_engine.backends.twin import TwinSizes, admit_config, model_class
 from inference_engine.cli.models import kept_of
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
@@ -40,6 +40,12 @@ def test_a_model_is_admitted_with_full_alone_and_its_logits_are_transformers(kin
     admitted = admitted_once(config, model_class(config))
     assert [name for name, _ in admitted.differences] == ["full"] and not admitted.refused
     assert max(difference for _, difference in admitted.differences) < 1e-5
+
+
+@further_test
+def test_a_twin_is_tried_with_any_number_of_rotated_numbers() -> None:
+    config = config_of("deepseek_v32")
+    assert not admit_config(config, model_class(config), sizes=TwinSizes(head_dim=48, kv_heads=2)).refused
 
 
 def test_index_keys_are_counted_forks_and_tokens_stay_within_the_bound_and_other_strategies_are_refused() -> None:
