@@ -56,7 +56,7 @@ GGUF_KEYS = _keys(
     (
         "general.architecture",
         HONOURED,
-        "those of [GGUF files](../operations.md#gguf-files); others are refused",
+        "those of [GGUF files](../gguf.md); others are refused",
     ),
     ("general.alignment", HONOURED, "where tensors begin; absent: 32"),
     ("general.type", REFUSED, "adapters, projectors and matrices of importance; absent or `model` is a model"),
