@@ -120,6 +120,10 @@ class Draws(Sequence[Draw]):
         return [each.indices for each in self._draws]
 
     @property
+    def have_masks(self) -> bool:
+        return any(each.sampler.masks is not None for each in self._draws)
+
+    @property
     def are_greedy(self) -> bool:
         """Is there any, and are all samples ids of the largest raw logits?"""
         if self._are_greedy is None:

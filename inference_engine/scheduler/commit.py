@@ -97,7 +97,10 @@ class StepResults:
                 return block.kv.keepable(tokens - block.drafted - 1), ()
             if request.stops is not None and (found := request.stops.find([sample.token_id for sample in taken])):
                 taken, request.stopped_by = taken[: found.tokens], found.which
-            ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
+            if len(taken) == 1:
+                ids = np.array((taken[0].token_id,), dtype=np.uint32)
+            else:
+                ids = np.array([sample.token_id for sample in taken], dtype=np.uint32)
             logprobs = _logprobs(taken) if request.params.logprobs else None
             session.record(ids, Mark.GENERATED, began=request.began, logprobs=logprobs)
             request.began, request.last_ids = None, ids[-1:]
@@ -214,7 +217,11 @@ class StepResults:
                 looking.observe(token_id)
             request.on_token(request, token_id, position, logprob, tops)
             position += 1
-        if reason := _stop_reason(request, samples[-1].token_id):
+        # Whether a constrained one's tokens fit its grammar is known a moment later; the loop ends it then.
+        reason = None if request.matching is not None else request.reached_limit
+        if samples[-1].token_id in request.stop_ids:
+            reason = StopReason.EOS
+        if reason is not None:
             self._endings.end(request, request.finished(reason, now))
 
     def _report_first(self, request: Request, position: int, now: float) -> None:
@@ -237,13 +244,6 @@ class StepResults:
         """Count the tokens that were reported: now and then, but before an end is reported."""
         reported, self._reported = self._reported, 0
         self._metrics.generated_tokens.inc(reported)
-
-
-def _stop_reason(request: Request, token_id: int) -> StopReason | None:
-    if token_id in request.stop_ids:
-        return StopReason.EOS
-    # Whether its tokens fit its grammar is known a moment later; the loop ends it then.
-    return None if request.matching is not None else request.reached_limit
 
 
 def _up_to_stop(samples: Sequence[Sample], stop_ids: frozenset[int]) -> Sequence[Sample]:

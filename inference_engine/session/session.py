@@ -188,13 +188,11 @@ class Session:
         Raises InvariantViolated, and what `SessionKV.commit` raises.
         """
         self.kv.commit(length)
-        self._publish(self.kv.footprint())
+        self.refresh_facts()
 
     def refresh_facts(self) -> None:
         """Engine's thread: publish what other threads may read of the entries. Raises InvariantViolated."""
-        self._publish(self.kv.footprint())
-
-    def _publish(self, footprint: Footprint) -> None:
+        footprint = self.kv.footprint()
         length, recorded = self.kv.length, self.history.length
         if length > recorded:
             raise InvariantViolated("INV1", f"{length} positions are cached of {recorded} recorded")
