@@ -7,6 +7,9 @@ numbers in fixed shapes (`kv/numbers.py`), so it can be captured.
     numbers   ids [N] | positions [N] | tokens whose logits are computed [at most MOST_LOGITS] | writes | regions
 
 N is rounded up to one of `SIZES`; the padding tokens write to vector 0 of the buffer and attend to nothing.
+
+Long chunks read by causal views, whose lengths are those of a history. Such a step is a graph up to a layer's
+attention, the views' own operation, the next graph: each is launched while the device is busy with those before.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from bisect import bisect_left
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
@@ -27,15 +31,16 @@ from inference_engine.backends.ranks.leader import ALONE, Followers
 from inference_engine.backends.recording import GraphMemory, Numbers, Recording, Recordings, padded
 from inference_engine.errors import BackendError
 from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
-from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedRead
+from inference_engine.kernels.reads import AttentionCall, RaggedAttention, ReadRecord, StagedRead
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
+from inference_engine.kv.views import LEAST_LONG, Scoring
 from inference_engine.models.seam import Seam
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 288, 384, 512, 768, 1024)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 288, 384, 512, 544, 768, 1024)
 # The tokens of a step that do not read all they see are among its first ones, so many. The last: at most.
 SELECTING = (1, 8, 64)
 _ALONE = 64  # tokens of a step, up to which one of single tokens is another kind than one with chunks
@@ -47,11 +52,17 @@ MOST_LOGITS = 64  # logits of one token are as long as the vocabulary: those of 
 Recorded = Recording[tuple[Tensor, Tensor | None, Peaks]]
 
 
+class Views(Enum):
+    NONE = "none"
+    BESIDE = "beside queries that read by numbers"
+    ALONE = "alone"
+
+
 class RecordedKind(NamedTuple):
     """What is alike in steps that are recorded once.
 
     tokens: with padding. records: of queries that do not read all they see, which are among the first `reads_upto`.
-    has_chunks: may a session have several tokens?
+    has_chunks: may a session have several tokens? views: do queries have causal ones?
     """
 
     tokens: int
@@ -59,6 +70,7 @@ class RecordedKind(NamedTuple):
     has_chunks: bool
     records: tuple[ReadRecord, ...] = ()
     reads_upto: int = 0
+    views: Views = Views.NONE
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool, has_states: bool = False) -> bool:
@@ -95,11 +107,12 @@ class StepGraphs:
         listed: OpListExecutor | None = None,
         ends: StepEnds = PLAIN_ENDS,
         followers: Followers = ALONE,
+        has_long_reads: bool = False,
     ) -> None:
         """Records all steps whose queries read all they see, so that no request waits for a recording later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
-        finds the largest logits. followers: run what is run here.
+        finds the largest logits. followers: run what is run here. has_long_reads: may chunks read by views?
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
@@ -116,6 +129,13 @@ class StepGraphs:
                 RecordedKind, itertools.product([size], self._taps, {size > 1, size > _ALONE})
             )
         ]
+        self._has_views = has_long_reads
+        if has_long_reads:
+            kinds += [
+                RecordedKind(size, (), has_chunks=True, views=Views.ALONE)
+                for size in reversed(SIZES)
+                if size >= LEAST_LONG
+            ]
         # The largest first: the others reuse its temporary memory.
         self._at_start: dict[RecordedKind, Recorded] = {kind: self._record(pool, kind) for kind in kinds}
 
@@ -123,6 +143,18 @@ class StepGraphs:
         seam, geometry, attention = self._seam, self._geometry, self._attention
         listed = self._listed
         size, taps = kind.tokens, kind.tap_layers
+        memory = self._memory
+
+        def beside(layer: int, call: AttentionCall, attention: RaggedAttention) -> Tensor:
+            queries = memory.room("queries", call.queries.shape, call.queries.dtype, self._device)
+            out = memory.room("attended", (*queries.shape[:2], call.values.shape[1]), queries.dtype, self._device)
+            queries.copy_(call.queries)
+            if kind.views is Views.BESIDE:
+                out.copy_(attention(call))
+            scoring = Scoring(scaling=call.scaling, softcap=call.softcap, head_sinks=None)
+            memory.cut(lambda plan: plan.read_views(layer, queries, out, scoring))
+            return out
+
         reads = [StagedRead(each, upto=kind.reads_upto, tokens=geometry.trained_positions) for each in kind.records]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None, Peaks]:
@@ -135,6 +167,7 @@ class StepGraphs:
                 tokens=size,
                 reads=reads,
                 has_chunks=kind.has_chunks,
+                besides=None if kind.views is Views.NONE else beside,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
             return logits, states, gather_peaks(self._followers.group, self._ends.peaks(logits), logits.shape[1])
@@ -153,7 +186,9 @@ class StepGraphs:
         use, such steps run unrecorded, and the requests of this step are not affected.
         """
         plan = step.plan
-        if not plan.is_numbers_only or step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
+        if not plan.is_numbers_only and not (self._has_views and plan.is_causal):
+            return False
+        if step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
         if plan.query_count > SIZES[-1] or plan.reads_upto > SELECTING[-1]:
             return False
@@ -201,7 +236,7 @@ class StepGraphs:
         numbers = plan.numbers.padded(size, plan.pool.scratch)
         shared = padded(plan.rotary_positions, size), kept, numbers.all
         self._followers.replay(_kind(step), shared, collects=collects)
-        return recorded.run(padded(step.token_ids, size), *shared, fed=fed)
+        return recorded.run(padded(step.token_ids, size), *shared, fed=fed, given=plan)
 
     def replay(self, kind: RecordedKind, numbers: Numbers, *, collects: bool) -> None:
         """Run a step that was recorded at the start, beside the first rank, which alone knows its ids.
@@ -222,7 +257,10 @@ def _kind(step: Step) -> RecordedKind:
     size = _size(step)
     has_chunks = plan.has_chunks or size > _ALONE
     upto = SELECTING[bisect_left(SELECTING, plan.reads_upto)] if plan.records else 0
-    return RecordedKind(size, step.tap_layers, has_chunks, plan.records, upto)
+    views = Views.NONE
+    if not plan.is_numbers_only:
+        views = Views.BESIDE if plan.has_numbers else Views.ALONE
+    return RecordedKind(size, step.tap_layers, has_chunks, plan.records, upto, views)
 
 
 def _size(step: Step) -> int:

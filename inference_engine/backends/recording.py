@@ -3,8 +3,11 @@
     Recording         inputs are whole numbers from the host, copied over those of the last run in one transfer
     TensorRecording   inputs are tensors on the device, copied over those of the last run one by one
 
-The rest is one launch; the host does not wait. The outputs lie in memory that the next run of this recording, and of
-any other of the same GraphMemory, overwrites.
+The rest is one launch; the host does not wait. Where an operation depends on what the host knows, a recording is cut:
+
+    graph | operation | graph | operation | graph        what is between is launched as it is, for each run anew
+
+The outputs lie in memory that the next run of this recording, and of any other of the same GraphMemory, overwrites.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import gc
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from contextlib import ExitStack
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +29,23 @@ from inference_engine.kernels.graph_io import PLAIN_ENDS, StepEnds
 
 Numbers = NDArray[np.int64]
 T = TypeVar("T")
+# What a run does between two graphs, given what it was called with: launches, which wait for nothing.
+Between = Callable[[Any], None]
 _WARM_UPS = 2  # runs before recording: libraries allocate in their first
+
+
+class GraphPiece(NamedTuple):
+    """A graph of a recording. behind: what is called behind it; None: it is the last one."""
+
+    graph: torch.cuda.CUDAGraph
+    behind: Between | None
+
+    @staticmethod
+    def run(pieces: Sequence[GraphPiece], given: object = None) -> None:
+        for graph, behind in pieces:
+            graph.replay()
+            if behind is not None:
+                behind(given)
 
 
 class GraphMemory:
@@ -36,6 +56,7 @@ class GraphMemory:
         self.outbox = Outbox(ends=ends)
         self._rooms: dict[tuple[Hashable, torch.device, int], Tensor] = {}
         self._first: torch.cuda.CUDAGraph | None = None  # the memory lasts as long as a graph of it
+        self._next: Callable[[Between], None] | None = None  # where something is recorded
 
     @property
     def handle(self) -> Any:
@@ -51,8 +72,16 @@ class GraphMemory:
                 self._rooms[key] = torch.zeros(held, dtype=torch.uint8, device=device)
         return self._rooms[key][:nbytes].view(dtype).view(shape)
 
-    def record(self, graph: torch.cuda.CUDAGraph, device: torch.device, compute: Callable[[], T]) -> T:
-        """Record `compute` as `graph`. Its outputs are valid after each run of the graph.
+    def cut(self, between: Between) -> None:
+        """Called by what is recorded: what it computed so far is a graph, behind which each run calls `between`.
+
+        It must not run another recording.
+        """
+        if self._next is not None:
+            self._next(between)
+
+    def record(self, device: torch.device, compute: Callable[[], T]) -> tuple[list[GraphPiece], T]:
+        """Record `compute` as graphs, which are to be run one after the other. Its outputs are valid after each run.
 
         Raises RuntimeError for what cannot be recorded.
         """
@@ -67,15 +96,29 @@ class GraphMemory:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self.handle, capture_error_mode="thread_local"):
+            pieces: list[GraphPiece] = []
+            with ExitStack() as stack:
+
+                def begin(between: Between | None = None) -> None:
+                    stack.close()
+                    if pieces:
+                        self._first = self._first or pieces[0].graph
+                        pieces[-1] = pieces[-1]._replace(behind=between)
+                    pieces.append(GraphPiece(torch.cuda.CUDAGraph(), None))
+                    # Other threads may use the device meanwhile.
+                    capture = torch.cuda.graph(pieces[-1].graph, pool=self.handle, capture_error_mode="thread_local")
+                    stack.enter_context(capture)
+
+                begin()
+                self._next = begin
                 result = compute()
         finally:
+            self._next = None
             torch.cuda.set_stream(stream)  # a failed capture does not restore it
             if was_enabled:
                 gc.enable()
-        self._first = self._first or graph
-        return result
+        self._first = self._first or pieces[0].graph
+        return pieces, result
 
 
 class Recordings(Generic[T]):
@@ -126,18 +169,17 @@ class Recording(Generic[T]):
         """idle: numbers to record with, which must do no harm. Raises RuntimeError for what cannot be recorded."""
         self._numbers = torch.from_numpy(idle).to(device)
         self._outbox = memory.outbox
-        self._graph = torch.cuda.CUDAGraph()
         with torch.inference_mode():
-            self._result = memory.record(self._graph, device, lambda: compute(self._numbers))
+            self._pieces, self._result = memory.record(device, lambda: compute(self._numbers))
 
-    def run(self, *parts: Numbers, fed: Tensor | None = None) -> T:
+    def run(self, *parts: Numbers, fed: Tensor | None = None, given: object = None) -> T:
         """The outputs of `compute` for these numbers, the parts concatenated; valid until the next run.
 
-        fed: int64 [n], on the device, in place of the first n. Returns before the device is done; the parts may change
-        after it returned.
+        fed: int64 [n], on the device, in place of the first n. given: for what is called where it was cut. Returns
+        before the device is done; the parts may change after it returned.
         """
         self._outbox.send(parts, self._numbers, fed)
-        self._graph.replay()
+        GraphPiece.run(self._pieces, given)
         return self._result
 
 
@@ -157,13 +199,12 @@ class TensorRecording:
         ]
         # The graph reads tensors that `compute` refers to, so it is kept alive.
         self._compute = compute
-        self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad():
             self._results = [
                 memory.room(("result", place), part.shape, part.dtype, device)
                 for place, part in enumerate(compute(self._inputs))
             ]
-            memory.record(self._graph, device, self._run_unrecorded)
+            self._pieces, _ = memory.record(device, self._run_unrecorded)
 
     def _run_unrecorded(self) -> None:
         for result, fresh in zip(self._results, self._compute(self._inputs), strict=True):
@@ -176,7 +217,7 @@ class TensorRecording:
         """
         for mine, given in zip(self._inputs, tensors, strict=True):
             mine[: len(given)].copy_(given)
-        self._graph.replay()
+        GraphPiece.run(self._pieces)
         return self._results
 
 

@@ -236,6 +236,7 @@ class TorchForward:
                 listed=self.listed,
                 ends=self._ops.step_ends,
                 followers=followers,
+                has_long_reads=self._ops.long_reads is not None and self._is_whole,
             )
             most_queries, busy = SIZES[-1], max(SIZES[-1] + 1, self._busy_tokens)
             segment = geometry.segment_tokens
@@ -306,7 +307,7 @@ class TorchForward:
                 drawing.send()
             return drawing
 
-        return _Launched(result, draw, waits=any(each.sampler.masks is not None for each in step.draws))
+        return _Launched(result, draw, waits=(draws if isinstance(draws, Draws) else Draws(draws)).have_masks)
 
     def _launch_greedily(self, step: Step, draws: Draws, graphs: StepGraphs, fed: Tensor | None) -> _Launched:
         """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""

@@ -35,6 +35,7 @@ from inference_engine.types import Mode, ModelFacts
 logger = logging.getLogger(__name__)
 
 _WHOLE = "start with tensor_parallel=1"
+_UNRECORDED = 16  # times as much work, from which on an operation pays in a step that is not recorded
 MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
 
 
@@ -104,7 +105,7 @@ def serve_loaded(
                 attend_causal=long,
                 attend_piece=long.attend_piece,
                 attend_causal_state=long.attend_causal_state,
-                long_reads=_long_reads(long, seam),
+                long_reads=_long_reads(long, seam, followers.group.ranks),
             )
     # No token's bits depend on what else is in its step; where there is no list, steps are padded for it.
     invariant = replace(ops, attend_ragged=ops.attend_invariant, attends_in_one_order=True)
@@ -136,11 +137,13 @@ def serve_loaded(
     return TorchForward(seam, facts, device, ops=ops, records_graphs=records_graphs, listed=listed, followers=followers)
 
 
-def _long_reads(long: LongAttention, seam: Seam) -> int | None:
+def _long_reads(long: LongAttention, seam: Seam, ranks: int) -> int | None:
     """See `DeviceOps`."""
     if long.least_work is None or seam.has_softcap:
         return None
-    return long.least_work // max(layer.query_heads * layer.head_dim for layer in seam.layers)
+    # Of several ranks the host launches all kernels of such a step one by one.
+    work = long.least_work if ranks == 1 else _UNRECORDED * long.least_work
+    return work // max(layer.query_heads * layer.head_dim for layer in seam.layers)
 
 
 def _quantise(loaded: LoadedModel, format_name: str) -> None:

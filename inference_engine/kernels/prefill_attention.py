@@ -99,7 +99,7 @@ class LongAttention(ABC):
 
     name: ClassVar[str]
     # From how much work of a chunk in a layer on, its queries by their entries by the numbers of a query, it is faster
-    # than the operation over regions, though the host launches the step's kernels one by one. None: never.
+    # than the operation over regions, though the host launches it between graphs. None: never.
     least_work: ClassVar[int | None] = None
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Flash3(LongAttention):
     """Any lengths, in one operation."""
 
     name = "FlashAttention-3"
-    least_work = 2**36
+    least_work = 2**32
 
     def __init__(self, *, least: int = _LEAST) -> None:
         """least: fewer queries do not fit."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,12 @@ from inference_engine.kv.memory.scratch import Scratch
 Numbers = NDArray[np.int64]
 Array = TypeVar("Array", Numbers, Tensor)
 Indexes = slice | Numbers
+
+
+class Besides(Protocol):
+    """`attention(call)` in a layer, where some queries, or all, have views."""
+
+    def __call__(self, layer: int, call: AttentionCall, attention: RaggedAttention) -> Tensor: ...
 
 
 class StepNumbers:
@@ -99,6 +105,10 @@ class StepNumbers:
         regions[layers, tokens.start * FIELDS : tokens.stop * FIELDS] = lines.reshape(-1)
         self.regions[layers, tokens, START] = starts[:, None]
 
+    def read_nothing(self, layers: Indexes, tokens: slice) -> None:
+        """These tokens read in another way than by numbers."""
+        self.regions[layers, tokens] = 0
+
     def write_one(self, kv_heads: int, places: Indexes, token: int, vectors: Numbers) -> None:
         """As `write`, for one token. vectors: [places, Hkv], those that its K and V go to."""
         self.writes[kv_heads][places, token] = vectors
@@ -153,6 +163,7 @@ class StepTables:
     writes: tuple[Tensor, ...]  # by layer [N · Hkv]
     states: Tensor  # [N, STATE_FIELDS]
     regions: Tensor
+    besides: Besides | None
 
     @staticmethod
     def over(
@@ -164,8 +175,9 @@ class StepTables:
         tokens: int,
         reads: Sequence[StagedRead] = (),
         has_chunks: bool = False,
+        besides: Besides | None = None,
     ) -> StepTables:
-        """Views of `numbers`, which lie on the device as StepNumbers has them."""
+        """Views of `numbers`, which lie on the device as StepNumbers has them. besides: of queries with views."""
         writes, states, regions = _split(numbers, geometry, tokens)
         by_layer = {
             layer: writes[heads][place].reshape(-1)
@@ -182,6 +194,7 @@ class StepTables:
             writes=ordered,
             regions=regions,
             states=states,
+            besides=besides,
         )
 
     def buffer(self, layer: int) -> KVBuffer:
@@ -200,19 +213,18 @@ class StepTables:
         if head_sinks is not None:
             raise BackendError("the model's attention has a sink of its own in each head; start with kernels=plain")
         buffer = self.buffer(layer)
-        return self.attention(
-            AttentionCall(
-                queries[0].transpose(0, 1),
-                buffer.keys,
-                buffer.values,
-                self.regions[layer],
-                kv_heads=self.geometry.layers[layer].kv_heads,
-                scaling=scaling,
-                softcap=softcap,
-                reads=self.reads,
-                has_chunks=self.has_chunks,
-            )
+        call = AttentionCall(
+            queries[0].transpose(0, 1),
+            buffer.keys,
+            buffer.values,
+            self.regions[layer],
+            kv_heads=self.geometry.layers[layer].kv_heads,
+            scaling=scaling,
+            softcap=softcap,
+            reads=self.reads,
+            has_chunks=self.has_chunks,
         )
+        return self.attention(call) if self.besides is None else self.besides(layer, call, self.attention)
 
     def attend(
         self,

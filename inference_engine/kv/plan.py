@@ -10,7 +10,7 @@ meets the same arithmetic whatever else is in the forward.
 Where the device has an operation for it, queries that read regions are computed together, whatever their sessions are
 (`kernels/ragged_attention.py`). The longest prefill chunks are not, but where sums have one order: they see every entry
 up to their own, and need no mask. A step whose queries all read regions is a table of numbers (`StepTables`), and may
-be run as a graph.
+be run as a graph; one in which some have causal views, as graphs between which they read.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch import Tensor
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.expanded_attention import OwnQueries
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
-from inference_engine.kernels.reads import ReadRecord
+from inference_engine.kernels.reads import COUNT, ReadRecord
 from inference_engine.kernels.states import enter_span
 from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.geometry import SHORT_ROTARY, Geometry
 from inference_engine.kv.memory.pool import KVBuffer, Pool
 from inference_engine.kv.numbers import StepNumbers, StepTables
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.views import Mixer, Scoring, StagedQueries, StatesOfStep, StepReads, View
+from inference_engine.kv.views import CausalView, Mixer, Scoring, StagedQueries, StatesOfStep, StepReads, View
 
 # Longer blocks are computed session by session: each fills a device, and fused operations are fastest then.
 MOST_RAGGED_TOKENS = 1024
@@ -123,8 +123,11 @@ class StepPlan:
                 self._enter_states(index)
         self._device = device
         self._growth: _Growth | None = None
-        # Do all queries read by numbers?
-        self.is_numbers_only = not any(span.views for span in self.spans)
+        # Do all queries read by numbers? Do some of a session, and others of it by a view?
+        self.is_numbers_only, self._has_halves = True, False
+        for span in self.spans:
+            self.is_numbers_only &= not span.views
+            self._has_halves |= span.has_halves
 
     @property
     def records(self) -> tuple[ReadRecord, ...]:
@@ -140,6 +143,16 @@ class StepPlan:
         """[N], as rotations take them: the position, or ~position of a token that SHORT_ROTARY rotates."""
         assert self._in_short is not None
         return np.where(self._in_short, ~positions, positions)
+
+    @property
+    def is_causal(self) -> bool:
+        """Are all views, if there are any, of entries in the slots of their positions?"""
+        return all(isinstance(view, CausalView) for span in self.spans for view in span.views.values())
+
+    @property
+    def has_numbers(self) -> bool:
+        """Does any query read by numbers?"""
+        return bool(self.numbers.regions[..., COUNT].any())
 
     @property
     def grows_evenly(self) -> bool:
@@ -250,7 +263,7 @@ class StepPlan:
         buffer = tables.buffer(layer)
         views = [span.views.get(layer) for span in self.spans]
         regions = queries  # unused if no query reads by numbers
-        if None in views:
+        if None in views or self._has_halves:
             regions = tables.attend(
                 layer, queries, None, None, scaling=scaling, softcap=softcap, head_sinks=head_sinks, own=own
             )[0]
@@ -261,12 +274,24 @@ class StepPlan:
                 if view is None:
                     outs.append(regions[span.packed])
                 elif own is None:
-                    outs.append(view.read(layer, queries[0, :, span.packed].transpose(0, 1), buffer, scoring))
+                    some = span.packed
+                    if self._has_halves and isinstance(view, CausalView):
+                        some = slice(some.start + view.first, some.stop)
+                        outs.append(regions[span.packed.start : some.start])
+                    outs.append(view.read(layer, queries[0, :, some].transpose(0, 1), buffer, scoring))
                 else:
                     outs.append(self._read_own(own, view, layer, span.packed, buffer, scoring))
             except RestorationFailed as failure:
                 raise SpanFailed(index, failure) from failure
         return (outs[0] if len(outs) == 1 else torch.cat(outs))[None]
+
+    def read_views(self, layer: int, queries: Tensor, out: Tensor, scoring: Scoring) -> None:
+        """Fill `out` for the queries that read by views. Both [N, Hq, D], with padding behind the step's tokens."""
+        buffer = self.pool.buffers[layer]
+        for span in self.spans:
+            if isinstance(view := span.views.get(layer), CausalView):
+                some = slice(span.packed.start + view.first, span.packed.stop)
+                out[some] = view.read(layer, queries[some], buffer, scoring)
 
     def _read_own(
         self, own: OwnQueries, view: View, layer: int, some: slice, buffer: KVBuffer, scoring: Scoring

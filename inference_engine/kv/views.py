@@ -73,6 +73,7 @@ class StagedQueries:
     packed, real: where its tokens lie in the step, with padding and without. quantum: `packed` is as many whole ones.
     positions, staged: those of `packed`, and those of `real`, from `first` to `end`. generated: [end - first], which of
     them the model generated. views: by layer; none where the queries read by numbers.
+    has_halves: are some of these views of the last queries only?
     """
 
     positions: Positions
@@ -86,6 +87,7 @@ class StagedQueries:
     has_generated: bool
     has_appended: bool
     views: dict[int, View] = field(default_factory=dict)
+    has_halves: bool = False
 
     @property
     def count(self) -> int:
@@ -200,11 +202,15 @@ class DenseView(View):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CausalView(View):
-    """Reads the first `count` slots, where slot i holds position i and the step's own entries are the last."""
+    """Reads the first `count` slots, where slot i holds position i and the step's own entries are the last.
+
+    first: so many of its session's queries in the step read by numbers; it is of those behind them.
+    """
 
     region: Region
     count: int
     attend_causal: CausalAttention
+    first: int = 0
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         return self.attend_causal(

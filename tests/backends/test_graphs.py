@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,12 +23,17 @@ from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import BlockRead, ReadRecord
 from inference_engine.kv.memory.pool import Pool
+from inference_engine.kv.plan import StepPlan
+from inference_engine.kv.strategies.full import Full
+from inference_engine.kv.strategies.gather import Gather
+from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from tests.facade import context_of, forward_of, standing_still
 from tests.laws.variants import text
 from tests.tiny import SMALL, tiny_engine, tiny_forward_on
 
 SEGMENT = SMALL["segment_tokens"]
+GATHER = Gather(scorer="bounds", sink=16, window=160, block=16, budget=224)
 
 
 def step(pool: Pool, *records: ReadRecord, tokens: int) -> Any:
@@ -47,15 +53,18 @@ def step(pool: Pool, *records: ReadRecord, tokens: int) -> Any:
 class Eager:
     """A recording that computes each time: of what CUDA's does, all but that it is recorded."""
 
-    def __init__(self, idle: Numbers, device: torch.device, compute: Callable[[Tensor], Any], _: GraphMemory) -> None:
-        self._count, self._compute = len(idle), compute
+    def __init__(
+        self, idle: Numbers, device: torch.device, compute: Callable[[Tensor], Any], memory: GraphMemory
+    ) -> None:
+        self._count, self._compute, self.memory = len(idle), compute, memory
 
-    def run(self, *parts: Numbers, fed: Tensor | None = None) -> Any:
+    def run(self, *parts: Numbers, fed: Tensor | None = None, given: object = None) -> Any:
         numbers = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
         assert len(numbers) == self._count
         if fed is not None:
             numbers[: len(fed)] = fed
-        return self._compute(numbers)
+        with patch.object(self.memory, "cut", lambda between: between(given)):
+            return self._compute(numbers)
 
 
 class Now:
@@ -87,6 +96,47 @@ def test_recorded_steps_of_any_number_of_sessions_decode_what_unrecorded_ones_do
 
     for sessions in (1, 4, 5):
         assert decoded(sessions, is_recorded=True) == decoded(sessions, is_recorded=False)
+
+
+@pytest.mark.parametrize("strategy", [Full(), GATHER], ids=["full", "gather"])
+def test_long_chunks_read_by_views_between_the_graphs_of_their_step(
+    monkeypatch: pytest.MonkeyPatch, strategy: KVStrategy
+) -> None:
+    """Of two sessions' turns in one step, beside one that decodes. Under `gather` generated tokens choose."""
+    cut: list[tuple[int, int]] = []
+    monkeypatch.setattr(graphs, "Recording", Eager)
+    landing = partial(Landing, allocate=partial(torch.empty, dtype=torch.float32), now=lambda _device: Now())
+    monkeypatch.setattr(torch_forward, "Landing", landing)
+    read_views = StepPlan.read_views
+
+    def counted(plan: StepPlan, layer: int, queries: Tensor, *others: Any) -> None:
+        cut.append((layer, plan.query_count))
+        read_views(plan, layer, queries, *others)
+
+    monkeypatch.setattr(StepPlan, "read_views", counted)
+
+    def said(long_reads: int | None, *, is_recorded: bool = True) -> list[list[int]]:
+        ops = DeviceOps(attends_together=True, long_reads=long_reads)
+        forward = tiny_forward_on("cpu", ops=ops, is_listed=True, records_graphs=is_recorded)
+        config = EngineConfig(**{**SMALL, "step_tokens": 480, "segment_tokens": 160}, overlap="on")
+        with Engine(forward, config) as engine:
+            sessions = [engine.create_session(strategy=strategy).session_id for _ in range(3)]
+            found: list[list[int]] = []
+            for turn, asked in enumerate((sessions, sessions, sessions[:1])):
+                for number, session in enumerate(asked):
+                    engine.append(session, text(20 if number == 2 else 140 + (turn == 0), seed=10 * turn + number))
+                with standing_still(engine):
+                    running = [engine.generate(session, GenerateParams(max_tokens=20)) for session in asked]
+                found += [[event.token_id for event in each if isinstance(event, TokenCommitted)] for each in running]
+            return found
+
+    expected = said(None)
+    assert not cut
+    assert said(140 * 200, is_recorded=False) == expected and not cut
+    assert said(140 * 200) == expected
+    # Two turns beside a third session, then one alone. Under `gather` the second turn's first token, which chooses, is
+    # too far behind for a recording.
+    assert {count for _, count in cut} == ({2 * 141 + 21, 141} if strategy == Full() else {141})
 
 
 def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_once(

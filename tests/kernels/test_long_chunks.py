@@ -27,39 +27,31 @@ CUDA = torch.device("cuda")
 
 
 class Package:
-    """`flash_attn_func` of the package fa3-fwd as far as we call it, in plain torch: its layouts, its alignment."""
+    """`fwd` of the package fa3-fwd as far as we call it, in plain torch: its layouts, its alignment."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, bool]] = []  # queries, keys, causal
         self.fault: Exception | None = None
         self.lse_factor = 1.0
 
-    def flash_attn_func(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        num_splits: int,
-        return_attn_probs: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, is_causal: bool, num_splits: int
+    ) -> tuple[Tensor, ...]:
         if self.fault is not None:
             raise self.fault
         (_, tokens, heads, dim), (_, count, kv_heads, _) = q.shape, k.shape
-        assert k.shape == v.shape == (1, count, kv_heads, dim) and heads % kv_heads == 0 and return_attn_probs
+        assert k.shape == v.shape == (1, count, kv_heads, dim) and heads % kv_heads == 0
         assert q.dtype == k.dtype == v.dtype == torch.bfloat16, "it was built for this alone"
         assert num_splits in (0, 1), "0: as many as fill the device"
         assert all(each.stride(-1) == 1 for each in (q, k, v)), "else it makes a copy"
-        self.asked.append((tokens, count, causal))
+        self.asked.append((tokens, count, is_causal))
         keys, values = (each.float().repeat_interleave(heads // kv_heads, dim=2) for each in (k, v))
         scores = torch.einsum("bthd,bshd->bhts", q.float(), keys) * softmax_scale
-        if causal:
+        if is_causal:
             is_behind = torch.arange(count) > torch.arange(count - tokens, count)[:, None]
             scores = scores.masked_fill(is_behind, float("-inf"))
         out = torch.einsum("bhts,bshd->bthd", scores.softmax(-1), values)
-        return out.to(q.dtype), scores.logsumexp(-1) * self.lse_factor
+        return out.to(q.dtype), scores.logsumexp(-1) * self.lse_factor, torch.empty(0), torch.empty(0)
 
 
 @pytest.fixture
@@ -67,7 +59,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Package:
     """It is installed, and the device is a Hopper."""
     found, module = Package(), ModuleType("fa3_fwd_interface")
     module.__spec__ = ModuleSpec(module.__name__, None)
-    monkeypatch.setattr(module, "flash_attn_func", found.flash_attn_func, raising=False)
+    monkeypatch.setattr(module, "fa3_fwd_cuda", found, raising=False)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -30,7 +30,7 @@ from inference_engine.kv.parts.layer_part import LayerPart, mechanisms_of
 from inference_engine.kv.parts.recurrent import PrefixStates
 from inference_engine.kv.parts.shared_prefix import Piece, PrefixEntries, SharedPrefix
 from inference_engine.kv.slots import LayerSlots
-from inference_engine.kv.views import CausalView, DenseView, StagedQueries, StepReads, View
+from inference_engine.kv.views import LEAST_LONG, CausalView, DenseView, StagedQueries, StepReads, View
 
 
 def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Demand:
@@ -148,7 +148,8 @@ class LayerEntries(LayerSlots, Part):
 
     def advance(self, position: int) -> None:
         """Stage and enter a position for which no part has anything else to do. Raises InvariantViolated."""
-        self._open_pages(position, 1)
+        if not (position - self.layout.base) % self.context.geometry.opening_tokens:
+            self._open_pages(position, 1)
         slot = self.layout.slot(position)
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
@@ -162,7 +163,7 @@ class LayerEntries(LayerSlots, Part):
         else:
             targets = self.region_offsets(self.layout.slots(queries.staged))
             step.numbers.write(self.kv_heads, self.place_index, queries.real, self.starts, targets)
-        if self._has_numbers(queries, step):
+        if by_numbers := self._by_numbers(queries, step):
             count = min(self.layout.capacity + self.layout.base, queries.end)
             if is_one:
                 line = self.lines.of_one(queries.first, count=count)
@@ -174,6 +175,13 @@ class LayerEntries(LayerSlots, Part):
                 until = queries.first
             for part in self.parts:
                 until = min(until, part.read(queries, step))
+            if by_numbers < len(queries.positions):
+                step.numbers.read_nothing(
+                    self.layer_index, slice(queries.packed.start + by_numbers, queries.packed.stop)
+                )
+                others = replace(self._causal_view(queries, step), first=by_numbers)
+                queries.views.update(dict.fromkeys(self.layer_set.layers, others))
+                queries.has_halves = True
             return until
         view: Callable[[], View] = partial(self._dense_view, queries, step)
         for part in self.parts:
@@ -181,27 +189,38 @@ class LayerEntries(LayerSlots, Part):
         queries.views.update(dict.fromkeys(self.layer_set.layers, view()))
         return queries.first
 
-    def _has_numbers(self, queries: StagedQueries, step: StepReads) -> bool:
-        """Can these queries read by numbers, in the step's one operation over regions?"""
+    def _by_numbers(self, queries: StagedQueries, step: StepReads) -> int:
+        """How many of these queries, the first ones, read by numbers, in the step's one operation over regions?
+
+        The others are the most of a long chunk, and read by a causal view.
+        """
         is_long = queries.end - queries.first > step.most_queries
         if not step.attends_together or (is_long and (self.reads_causally or not step.has_causal_views_only)):
-            return False
-        if self.parts and queries.has_generated:  # which some mechanism may serve in the same operation
-            return all(part.has_numbers(queries, step) for part in self.parts)
+            return 0
+        count = len(queries.positions)
+        own = count
         if (
-            step.long_reads is not None
+            count > 1
             and step.is_long(queries)
             and self._is_causal(queries.positions, self.slot_count(queries.end), step)
         ):
-            return False
-        return not self.parts or all(part.has_numbers(queries, step) for part in self.parts)
+            # Some mechanism may serve generated ones in the operation, which do not read all.
+            own = queries.generated_end - queries.packed.start if self.parts and queries.has_generated else 0
+            if own and (count - own < LEAST_LONG or any(each.appended for each in self.layout.mechanisms)):
+                own = count
+        if not own or (self.parts and not all(part.has_numbers(queries, step) for part in self.parts)):
+            return 0
+        return own
 
     def _dense_view(self, queries: StagedQueries, step: StepReads) -> View:
         """The view of queries that read every entry, all of them in regions."""
         count = self.slot_count(queries.end)
         if self._is_causal(queries.positions, count, step):
-            return CausalView(region=self.region, count=count, attend_causal=step.attend_causal)
+            return self._causal_view(queries, step)
         return DenseView(region=self.region, count=count, mask=self.mask(queries.positions, count, step))
+
+    def _causal_view(self, queries: StagedQueries, step: StepReads) -> CausalView:
+        return CausalView(region=self.region, count=self.slot_count(queries.end), attend_causal=step.attend_causal)
 
     def _is_causal(self, positions: Positions, count: int, step: StepReads) -> bool:
         """Do the first `count` slots hold all positions up to the last query, and does each query see all up to its
