@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions  # types only: the package does not name it
 
 MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
+# Of what those were compiled from: a schema takes up to a hundred times its size.
+MOST_SOURCE_BYTES, MOST_SOURCE_BYTES_PER_OWNER = 2**21, 2**18
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
 _COMPILERS, _WORKERS = 4, 2
 _COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
@@ -632,11 +634,17 @@ class Constraints:
 
     def _keep(self, owner: str, constraint: Constraint, grammar: Grammar) -> None:
         self._grammars[owner, constraint] = grammar
-        own = [key for key in self._grammars if key[0] == owner]
-        if len(own) > MOST_PER_OWNER:
-            del self._grammars[own[0]]
-        while len(self._grammars) > MOST_GRAMMARS:
-            self._grammars.popitem(last=False)
+        self._drop([key for key in self._grammars if key[0] == owner], MOST_PER_OWNER, MOST_SOURCE_BYTES_PER_OWNER)
+        self._drop(list(self._grammars), MOST_GRAMMARS, MOST_SOURCE_BYTES)
+
+    def _drop(self, kept: list[tuple[str, Constraint]], most: int, most_bytes: int) -> None:
+        """The first of them, until they are no more than that; the last one stays."""
+        held = sum(len(key[1].source) for key in kept)
+        for at, key in enumerate(kept[:-1]):
+            if len(kept) - at <= most and held <= most_bytes:
+                break
+            held -= len(key[1].source)
+            del self._grammars[key]
 
     def _compiled(self, constraint: Constraint) -> Grammar:
         grammar: Grammar

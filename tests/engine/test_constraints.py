@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from inference_engine.decode import constraints as constraints_module
-from inference_engine.decode.constraints import MOST_COMPILING_PER_OWNER, MOST_PER_OWNER, Constraints
+from inference_engine.decode.constraints import (
+    MOST_COMPILING_PER_OWNER,
+    MOST_PER_OWNER,
+    MOST_SOURCE_BYTES_PER_OWNER,
+    Constraints,
+)
 from inference_engine.engine import Engine
 from inference_engine.errors import ConstraintUnavailable, InvalidConstraint, ModelError, QuotaExceeded
 from inference_engine.types import (
@@ -167,6 +172,22 @@ def test_grammars_are_kept_by_owner_and_those_used_longest_ago_are_dropped() -> 
     assert len(constraints.compiled) == count
     constraints.compile(asked[0], "owner").result(timeout=30)
     assert len(constraints.compiled) == count + 1
+    constraints.close()
+
+
+def test_grammars_are_kept_by_the_bytes_that_they_were_compiled_from() -> None:
+    constraints = Waiting()
+    constraints.may.set()
+    sizes = (2, 4, 4, 1)
+    asked = [
+        text(ConstraintKind.REGEX, f"{at}".ljust(MOST_SOURCE_BYTES_PER_OWNER // part, "a"))
+        for at, part in enumerate(sizes)
+    ]
+    for one in asked[:3]:
+        constraints.compile(one, "owner").result(timeout=30)
+    assert all(constraints.find(one, "owner") for one in asked[:3])
+    constraints.compile(asked[3], "owner").result(timeout=30)
+    assert [constraints.find(one, "owner") is not None for one in asked] == [False, False, False, True]
     constraints.close()
 
 

@@ -40,7 +40,7 @@ def test_an_owner_is_served_beside_forks_of_a_long_history_which_take_no_memory_
 
 
 def test_an_owner_is_served_beside_constraints_that_take_work_to_compile_and_to_match(attacked: Attacked) -> None:
-    # An owner's last grammars are kept, MOST_PER_OWNER of a few MiB each.
+    # An owner's last grammars are kept, of MOST_SOURCE_BYTES_PER_OWNER together; compiling takes more for a moment.
     attack("constraints that are dear", SHORT_SECONDS, attacked, memory_bytes=2 * MEMORY_BYTES)
 
 
