@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from inference_engine.backends.base import Result, Step
+from inference_engine.backends.native.key_indexes import NativeIndex
 from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
+from inference_engine.kv.parts.selected import SelectedEntries
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests.facade import (
@@ -21,6 +23,7 @@ from tests.facade import (
     drop_entries,
     forward_of,
     is_anything_held,
+    kv_of,
     on_the_engines_thread,
     save_copies,
     steps_run_by,
@@ -105,6 +108,26 @@ def test_what_stays_restored_is_beyond_the_bound_and_goes_with_its_session(strat
         for _ in range(2):  # what was released is cleaned behind the first task
             on_the_engines_thread(engine)
         assert not rooms.nbytes and not is_anything_held(engine)
+
+
+@each_choosing
+def test_what_leaves_the_window_is_restored_as_it_leaves_where_there_is_room(strategy: KVStrategy) -> None:
+    """Or each of the next tokens would restore some of it."""
+    with made_in(restore_cache_choices=99) as engine:
+        session = engine.create_session(strategy=strategy).session_id
+        engine.append(session, text())
+        generate(engine, session, 3 * context_of(engine).geometry.segment_tokens)
+        length = engine.session_info(session).history_length
+        part = next(one for one in kv_of(engine, session).parts if isinstance(one, SelectedEntries))
+        for index in part._indexes:
+            layout = index._slots.layout
+            archived = set(range(layout.sink, layout.horizon(length)))
+            for opened in index._opened:
+                assert isinstance(opened, NativeIndex) and opened._tables is not None
+                for held in opened._tables.held:
+                    assert not archived or set(held[held > 0] - 1) <= archived
+                    if strategy.options().get("appended") != "select":
+                        assert set(held[held > 0] - 1) == archived
 
 
 @each_choosing

@@ -33,7 +33,7 @@ from inference_engine.kv.parts.archived import Asked, ExactEntries
 from inference_engine.kv.parts.component_index import ComponentIndex
 from inference_engine.kv.parts.streamed import StreamedEntries, StreamedReads
 from inference_engine.kv.strategy import KVStrategy, Placement
-from inference_engine.kv.views import Region, StagedQueries, StepReads
+from inference_engine.kv.views import Region, StagedQueries, StepReads, chunks_between
 
 
 class SelectedReads(StreamedReads):
@@ -131,7 +131,20 @@ class SelectedEntries(StreamedEntries):
         self._ask_finite()
         segment = self._context.geometry.segment_tokens
         if length // segment > before // segment:
-            self._cache.grow(max(self._counts(length)))
+            archived = max(self._counts(length))
+            self._cache.grow(archived)
+            if self._cache.holds(archived) and self._strategy.restorer().reads_chunks:
+                self._restore_left(before, length)
+
+    def _restore_left(self, before: int, length: int) -> None:
+        """Into the restore cache, for tokens would soon choose them in many steps: all at once, the matrix of a layer
+        is read once."""
+        size = self._context.geometry.segments_in_a_chunk * self._context.geometry.segment_tokens
+        for exact in self._sets:
+            leaving = exact.leaving(before, length)
+            for layer in exact.layers.layers if len(leaving) and self._held(exact.layers.layers[0]) else ():
+                for chunk in chunks_between(int(leaving[0]), int(leaving[-1]) + 1, size):
+                    self.chunk(layer, chunk.start, chunk.stop)
 
     def ask_finite(self) -> Asked:
         return (*super().ask_finite(), self._ask_finite())
@@ -209,7 +222,7 @@ class _RestoreCache:
             codes = [archive.decoded_by(layer) for layer in layers]
             own = [next(remaining) for _ in layers] if demands else []
             archived = max((len(code.halves[0]) for code in codes if code is not None), default=0)
-            rooms = max(0, -(-(archived - slots) // each)) if each else 0
+            rooms = -(-archived // each) if each else 0  # enough for all: chunks leave nothing in the first
             caches = [RestoreCache(start=start, slots=slots, each=each, most_rooms=rooms) for start in own]
             index.restore_from(codes, caches or [None] * len(layers))
             most.append(rooms if index.restores else 0)
@@ -224,13 +237,16 @@ class _RestoreCache:
         """Take room for choices of as many archived entries from what is free: some at once, then one more."""
         rooms, capacity = self._rooms, self._context.pool.capacity_bytes
         while rooms.choices and self._count <= self._most:
-            slots = self._slots + (self._count - 1) * self._choice
-            is_more = slots >= rooms.choices * self._choice
-            if slots >= archived:
+            is_more = self._slots + (self._count - 1) * self._choice >= rooms.choices * self._choice
+            if self.holds(archived):
                 return
             leave = capacity // 4 if is_more else 0
             if not rooms.add(self, self._further, self._use, leave=leave) or is_more:
                 return
+
+    def holds(self, archived: int) -> bool:
+        """Are there slots for as many entries in further rooms?"""
+        return (self._count - 1) * self._choice >= archived
 
     def _use(self, starts: Sequence[int]) -> int:
         remaining = iter(starts)

@@ -40,6 +40,7 @@ constexpr int HEADS_AT_ONCE = 4;
 constexpr int MOST_TILE = 256;        // tokens
 constexpr int BUCKETS = 1 << 11;      // of weights, by their leading bits
 constexpr int BUCKET_SHIFT = 20;
+constexpr int64_t SAMPLED = 8;        // of so many vectors of weights one says about where the bucket is
 #if defined(__AVX512F__)  // twice the registers
 constexpr int PRODUCT_ROWS = 6;
 constexpr int VECTORS_AT_ONCE = 4;    // of a tile's codes: all of a side, or one
@@ -409,17 +410,20 @@ INLINE float bucket_start(int bucket) {
   return number != number ? INFINITY : number;
 }
 
-// body(tile, offset in it, weight) of every token whose weight is `floor` or more, tile after tile.
+// body(tile, offset in it, weight) of every token whose weight is `floor` or more and, if that is a number, less than
+// `ceiling`, tile after tile.
 template <class Body>
 INLINE void each_least(const KeyIndex& index, const Job& job, const float* weights, int64_t tokens, float floor,
-                       const Body& body) {
+                       float ceiling, const Body& body) {
   int64_t tile_size = tile_tokens(index), tile = job.first_tile;
   for (int64_t first = 0; first < tokens; first += tile_size, tile++)
-    for (int64_t place = 0; place < tile_size; place += LANES)
-      for (uint32_t lanes = lanes_least(load(weights + first + place), floor); lanes; lanes &= lanes - 1) {
+    for (int64_t place = 0; place < tile_size; place += LANES) {
+      F own = load(weights + first + place);
+      for (uint32_t lanes = lanes_least(own, floor) & ~lanes_least(own, ceiling); lanes; lanes &= lanes - 1) {
         int lane = __builtin_ctz(lanes);
         body(tile, offset_of(index, place + lane), weights[first + place + lane]);
       }
+    }
 }
 
 // The tokens of largest weight, ascending; the first among equals. Returns how many.
@@ -460,23 +464,26 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
     int64_t token = (job.first_tile + i / tile_size) * tile_size + offset_of(index, i % tile_size);
     if (token < job.sink) weights[i] = -1.0f;
   }
-  // How many weigh a bucket's least or more; what is not a number is not counted, and not chosen.
-  auto from = [&](int bucket) {
+  // How many of every `apart`-th vector weigh a bucket's least or more; what is not a number is not counted, and not chosen.
+  auto from = [&](int bucket, int64_t apart) {
     float floor = bucket_start(bucket);
     int64_t count = 0;
-    for (int64_t i = 0; i < tokens; i += LANES) count += count_least(load(weights + i), floor);
+    for (int64_t i = 0; i < tokens; i += apart * LANES) count += count_least(load(weights + i), floor);
     return count;
   };
-  // The last bucket that, with those above it, has enough; the first where none has.
-  int bucket = 0;
+  // The last bucket that, with those above it, has enough; the first where none has. A part of the tokens says about where
+  // it is, and steps away from there grow.
+  int bucket = 0, tried = 1;
+  for (int beyond = BUCKETS, middle; tried + 1 < beyond;)
+    (from(middle = (tried + beyond) / 2, SAMPLED) * SAMPLED >= job.kept ? tried : beyond) = middle;
   int64_t above = 0, inside = -1;  // tokens of the buckets above, and of it
-  for (int beyond = BUCKETS, middle; bucket + 1 < beyond;) {
-    middle = (bucket + beyond) / 2;
-    int64_t count = from(middle);
-    if (count >= job.kept) bucket = middle, inside = count;
-    else beyond = middle, above = count;
+  for (int beyond = BUCKETS, step = 1; bucket + 1 < beyond; step *= 2) {
+    int64_t count = from(tried, 1);
+    if (count >= job.kept) bucket = tried, inside = count, tried += step;
+    else beyond = tried, above = count, tried -= step;
+    if (tried <= bucket || tried >= beyond) tried = (bucket + beyond) / 2;
   }
-  inside = (inside < 0 ? from(0) : inside) - above;
+  inside = (inside < 0 ? from(0, 1) : inside) - above;
   int64_t left = job.kept - above;
   // Where more are in the last bucket than are left, the least of them that are chosen: their weight, and the last token.
   float floor = bucket_start(bucket), ceiling = bucket_start(bucket + 1);
@@ -484,8 +491,8 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
   if (inside > left) {
     static thread_local std::vector<std::pair<float, int32_t>> found;
     found.clear();
-    each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {
-      if (weight < ceiling) found.emplace_back(weight, (int32_t)(tile * tile_size + offset));
+    each_least(index, job, weights, tokens, floor, ceiling, [&](int64_t tile, int64_t offset, float weight) {
+      found.emplace_back(weight, (int32_t)(tile * tile_size + offset));
     });
     left = std::min<int64_t>(left, (int64_t)found.size());
     if (!left) return 0;
@@ -503,7 +510,7 @@ static int64_t choose(const Attention& call, const Job& job, Scratch& scratch) {
       for (uint64_t word = seen[w]; word; word &= word - 1)
         out[chosen++] = (int32_t)(tile_now * tile_size + 64 * w + __builtin_ctzll(word));
   };
-  each_least(index, job, weights, tokens, floor, [&](int64_t tile, int64_t offset, float weight) {
+  each_least(index, job, weights, tokens, floor, NAN, [&](int64_t tile, int64_t offset, float weight) {
     if (weight == floor && tile * tile_size + offset > last_token) return;
     if (tile != tile_now) emit(), tile_now = tile;
     seen[offset / 64] |= 1ull << offset % 64;
