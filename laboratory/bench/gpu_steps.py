@@ -12,8 +12,8 @@ history in one program a head, and plain products, of which the compiler makes k
 With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
 step, as they are, and compiled around attention, which stays what it is.
 
-A turn is the time from the append of some new tokens, in a session that has its history, to the first token of the
-answer: of each cell of one session, with as many new tokens as `--turns` says.
+A turn is the time from the append of some new tokens, in sessions that have their histories, to the first token of the
+last one's answer: of each cell of few sessions, with as many new tokens in each as `--turns` says.
 
 A cell is SESSIONSxLENGTH or SESSIONSxLENGTH/STRATEGY. Cells of the same sessions and length take turns in every round.
 Histories above `--attended` tokens are written without attending in the prefill, which would take most of an hour of
@@ -73,6 +73,7 @@ from laboratory.evaluation.timing import (
 COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
 MODULES, COMPILED_MODULES = "full by torch's modules", "full by torch's modules, compiled"
 FULL = "full"
+MOST_AT_ONCE = 8  # sessions whose turns are timed
 FAILURES = (KakeyaError, RuntimeError)  # what does not fit; the second are a device's and a compiler's
 CELLS = (
     *("1x1024", "1x8192", "1x8192/sink_window:window=1024", "1x8192/gather"),
@@ -219,7 +220,7 @@ def measure(
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = engine.info().facts.vocab_size
     prompts = torch.randint(5, vocabulary - 5, (group.sessions, group.length), generator=generator).tolist()
-    turns = arguments.turns if group.sessions == 1 else []
+    turns = arguments.turns if group.sessions <= MOST_AT_ONCE else []
     limit = group.length + 2 + (arguments.rounds + 1) * (arguments.tokens + sum(turns) + len(turns))
     served = [(name, engine, name) for name in strategies]
     served += [(name, other, FULL) for name, other in (others or {}).items()]
@@ -253,7 +254,7 @@ def measure(
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
         for new in turns:
             ids = torch.randint(5, vocabulary - 5, (new,), generator=generator).tolist()
-            asked = {name: partial(turn_milliseconds, by, sessions[name][0], ids) for name, by, _ in served}
+            asked = {name: partial(turn_milliseconds, by, sessions[name], ids) for name, by, _ in served}
             for name, samples in in_turns(asked, arguments.rounds).items():
                 cells[name].turn_ms[new] = samples
     return cells
@@ -303,7 +304,7 @@ class Outcome:
             step_ms = statistics.median(cells[name].step_ms)
             summary = record.summarize(samples, "ms")
             self._values[f"turn of {new} new tokens, {shape}, {name}, {group}"] = summary
-            row = {"shape": shape, "strategy": name, "length": group.length, "new": new}
+            row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length, "new": new}
             row |= {"ms": round(summary["median"], 2), "÷ a decode step": round(summary["median"] / step_ms, 2)}
             if name != FULL and FULL in cells:
                 pairs = zip(samples, cells[FULL].turn_ms[new], strict=True)
