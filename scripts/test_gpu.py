@@ -34,7 +34,7 @@ TIERED = tuple(f"tests/kv/test_{name}.py" for name in ("tiered", "inbound", "chu
 PATHS = ("tests/kernels", "tests/backends", "tests/laws/test_ragged_laws.py", *TIERED)
 OUTCOMES = ("passed", "failed", "skipped")
 SANITIZED = (
-    *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads")),
+    *(f"test_fused.compare_{each}" for each in ("products", "products_of_any_number", "heads", "heads_that_share")),
     *(f"test_experts.compare_{each}" for each in ("mixtures", "tokens_alone", "weights", "choices", "blocks")),
     *(f"test_quantised.compare_{each}" for each in ("products", "products_of_any_number", "numbers", "every_code")),
     *(f"test_choosing.compare_{each}" for each in ("choosing", "models", "equals", "rounded", "tiles")),
@@ -43,6 +43,7 @@ SANITIZED = (
     *(f"test_ragged_attention.compare_{each}" for each in ("beside_selections", "tiles")),
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),
     "test_step_ends.compare_ends",
+    *(f"test_latent_attention.compare_{each}" for each in ("attention", "heads")),
     *(f"test_latents.compare_{each}" for each in ("codes", "restored", "analysed", "parts", "broken")),
     "test_long_chunks.compare_merged",
     *(f"test_states.compare_{each}" for each in ("neighbours", "rejected", "gates")),

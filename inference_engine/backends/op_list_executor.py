@@ -1,10 +1,4 @@
-"""A model's step on a device: the family's list of operations, fused where neighbours can be.
-
-    norm · product · (gated activation | sum)         one `product` of `kernels/fused.py`
-    norms of heads · rotation · attention             `place_heads`, then the step's attention over regions
-    norm · sum                                        one `norm`
-    norm · router · experts · sum                     one `mix_experts`
-    convolution · delta rule or scan · gated norm     a kernel each (`kernels/states.py`)
+"""A model's step on a device: the family's list of operations, in kernels (`backends/fused_operations.py`).
 
 The weights are those of the torch model, which calibration and drafters run: matrices that are multiplied together are
 laid one below the other, and the model's parameters become views of them. Matrices in fewer bits are read as they are,
@@ -27,10 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from inference_engine.backends.fused_operations import FusedAttend, FusedExperts, FusedProduct, NormStep, fuse
 from inference_engine.backends.ranks.causal_plan import CausalPlan
 from inference_engine.backends.ranks.group import ALONE, RankGroup
 from inference_engine.backends.ranks.split_list import of_rank
-from inference_engine.kernels.fused import ExpertMatrices, Fused, RopeTable, RowNorm, gated
+from inference_engine.kernels.expanded_attention import WholeEntries, attend_expanded, is_cheaper
+from inference_engine.kernels.fused import SQUARES, ExpertMatrices, Fused, LatentHeads, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kernels.states import (
@@ -43,7 +39,7 @@ from inference_engine.kernels.states import (
     by_scan,
     enter_span,
 )
-from inference_engine.kv.geometry import ONE_ROTARY, UNROTATED, OpenChunk, Recurrent, StateTensor
+from inference_engine.kv.geometry import ONE_ROTARY, OpenChunk, Recurrent, StateTensor
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
@@ -54,10 +50,10 @@ from inference_engine.models.operations import (
     Add,
     AllReduce,
     Attend,
+    AttendLatent,
     Convolve,
     DeltaRule,
     Embed,
-    Experts,
     Gated,
     GatedNorm,
     Multiply,
@@ -87,7 +83,7 @@ _CHECKED = (1, 2, 17, 64, 300, 2048)  # numbers of tokens, which have different 
 MOST_TURN_BYTES = 2**28
 _TURNS_AT_ONCE = 2**14  # positions
 # Of a layer's experts: names in a model of transformers, and those of an expert's matrices in a checkpoint.
-_GATES, _DOWNS = "gate_up_proj", "down_proj"
+_GATES, _UPS, _DOWNS = "gate_up_proj", "up_proj", "down_proj"
 _OF_EXPERTS = ("{}.gate_proj.weight", "{}.up_proj.weight", "{}.down_proj.weight")
 _MOST_CHECKED = 2**27  # numbers of a product: a check must not take the memory that a model was given
 
@@ -104,154 +100,35 @@ class _State(PlainStep):
         return self.plan if isinstance(self.plan, StepTables) else self.plan.tables
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedProduct:
-    """output = (output +) (activation of) norm(input) · [matrices] + biases. output None: the logits."""
+@dataclass(frozen=True, slots=True)
+class _LatentQueries:
+    """Implements OwnQueries. queries: [N, H, own + rotated]."""
 
-    product: Product
-    output: str | None
-    norm: Norm | None = None
-    activation: str | None = None
-    adds: bool = False
+    queries: Tensor
+    layer: LatentHeads
+    fused: Fused
 
+    @property
+    def chooses(self) -> bool:
+        return False
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormStep:
-    """output = (residual +) norm(input)."""
+    def absorbed(self, some: slice) -> Tensor:
+        queries, layer = self.queries[some], self.layer
+        found = queries.new_empty((*queries.shape[:2], layer.rank + queries.shape[2] - layer.own))
+        found[..., : layer.rank] = self.fused.head_products(queries[..., : layer.own], layer.halves[:, : layer.own])
+        found[..., layer.rank :] = queries[..., layer.own :]
+        return found
 
-    norm: Norm
-    output: str
-    residual: str | None = None
+    def output(self, out: Tensor) -> Tensor:
+        return self.fused.head_products(out, self.layer.halves[:, self.layer.own :].mT)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedAttend:
-    """Norms of queries and keys, their rotation, K and V written, and attention."""
-
-    attend: Attend
-    norms: tuple[Norm, Norm] | None = None
-    rotary: str = UNROTATED
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FusedExperts:
-    """output = (output +) the mixture of experts for norm(input), which `router` chooses."""
-
-    experts: Experts
-    router: Product
-    norm: Norm | None
-    output: str
-    adds: bool = False
-
-
-FusedOperation = Operation | FusedProduct | NormStep | FusedAttend | FusedExperts
-
-
-def fuse(steps: StepList, turned: Mapping[str, int]) -> tuple[FusedOperation, ...]:
-    """The operations, neighbours joined where one kernel does both. turned: the numbers that each table rotates.
-
-    Raises NoStepListError for what there is no kernel for.
-    """
-    found: list[FusedOperation] = []
-    left = list(steps.operations)
-    while left:
-        operation = left.pop(0)
-        match operation:
-            case Norm(heads=1, offset=0) if operation.width == steps.widths[operation.input]:
-                found.append(_fused_norm(operation, left))
-            case Norm() | Rotate() | Attend():
-                found += _fused_attend(operation, left, steps, turned)
-            case Product() if left and isinstance(left[0], Experts):
-                found.append(_fused_experts(None, operation, left))
-            case Product():
-                found.append(_fused_product(operation, None, left))
-            case _:
-                found.append(operation)
-    KERNELS.check(found)
-    return tuple(found)
-
-
-def _fused_norm(norm: Norm, left: list[Operation]) -> FusedProduct | NormStep | FusedExperts:
-    following = left[0] if left else None
-    if isinstance(following, Product) and following.input == norm.output:
-        is_mixture = len(left) > 1 and isinstance(left[1], Experts)
-        if not any(norm.output in later.reads for later in _until_written(left[1 + is_mixture :], norm.output)):
-            left.pop(0)
-            return (_fused_experts if is_mixture else _fused_product_behind)(norm, following, left)
-    if isinstance(following, Add) and following.input == norm.output and following.factor == 1.0:
-        left.pop(0)
-        return NormStep(norm=norm, output=following.output, residual=following.output)
-    return NormStep(norm=norm, output=norm.output)
-
-
-def _fused_experts(norm: Norm | None, router: Product, left: list[Operation]) -> FusedExperts:
-    experts = left.pop(0)
-    assert isinstance(experts, Experts)
-    if experts.scales is not None:
-        raise NoStepListError("torch's executor of lists has no kernel for experts whose weights have factors")
-    if any(len(each) != 3 for each in experts.matrices):
-        raise NoStepListError("torch's executor of lists has no kernel for experts of two matrices")
-    is_one = len(router.matrices) == 1 and not (router.biases or router.offset) and router.count is None
-    if (router.input, router.output) != (experts.input, experts.router) or not is_one:
-        raise NoStepListError(f"{', '.join(router.matrices)} choose experts in another way than one product")
-    following = left[0] if left else None
-    if isinstance(following, Add) and following.input == experts.output and following.factor == 1.0:
-        left.pop(0)
-        return FusedExperts(experts=experts, router=router, norm=norm, output=following.output, adds=True)
-    return FusedExperts(experts=experts, router=router, norm=norm, output=experts.output)
-
-
-def _fused_product_behind(norm: Norm, product: Product, left: list[Operation]) -> FusedProduct:
-    return _fused_product(product, norm, left)
-
-
-def _fused_product(product: Product, norm: Norm | None, left: list[Operation]) -> FusedProduct:
-    if product.offset or product.count is not None:
-        raise NoStepListError(f"{', '.join(product.matrices)} give a part of {product.output}")
-    following = left[0] if left else None
-    if isinstance(following, Gated) and following.input == product.output:
-        left.pop(0)
-        return FusedProduct(product=product, norm=norm, output=following.output, activation=following.activation)
-    if isinstance(following, Add) and following.input == product.output and following.factor == 1.0:
-        left.pop(0)
-        return FusedProduct(product=product, norm=norm, output=following.output, adds=True)
-    return FusedProduct(product=product, norm=norm, output=product.output)
-
-
-def _fused_attend(
-    operation: Norm | Rotate | Attend, left: list[Operation], steps: StepList, turned: Mapping[str, int]
-) -> list[FusedOperation]:
-    """The operations on heads up to the attention that reads them: one kernel, where they are what it does."""
-    own: list[Operation] = [operation]
-    while not isinstance(own[-1], Attend):
-        if not left or not isinstance(left[0], (Norm, Rotate, Attend)):
-            raise NoStepListError(f"{type(own[-1]).__name__} of heads is not followed by attention")
-        own.append(left.pop(0))
-    attend = own[-1]
-    layer = steps.layers[attend.layer]
-    queries, keys, dim = layer.query_heads, layer.kv_heads, layer.head_dim
-    norms = tuple(part for part in own if isinstance(part, Norm))
-    turns = [part for part in own if isinstance(part, Rotate)]
-    one = norms[0].plus_one if norms else False
-    places = [(norm.heads, norm.width, norm.offset, norm.plus_one) for norm in norms]
-    rotations = [(turn.heads, turn.width, turn.offset, turned[turn.rotary]) for turn in turns]
-    if (
-        places not in ([], [(queries, dim, 0, one), (keys, dim, queries * dim, one)])
-        or [each[:3] for each in rotations] not in ([], [(queries + keys, dim, 0)])
-        or any(each[3] > dim for each in rotations)
-        or own[:-1] != [*norms, *turns]
-    ):
-        return [*own[:-1], FusedAttend(attend=attend)]
-    rotary = turns[0].rotary if turns else UNROTATED
-    return [FusedAttend(attend=attend, norms=(norms[0], norms[1]) if norms else None, rotary=rotary)]
-
-
-def _until_written(operations: Sequence[Operation], register: str) -> Sequence[Operation]:
-    """Those before the first that replaces `register`."""
-    for place, operation in enumerate(operations):
-        if getattr(operation, "output", None) == register and not isinstance(operation, Add):
-            return operations[:place]
-    return operations
+    def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
+        queries, layer = self.queries[some], self.layer
+        value = layer.halves.shape[1] - layer.own
+        if not is_cheaper(len(queries), entries.keys.shape[1], rank=layer.rank, own=layer.own, value=value):
+            return None
+        compressed, rotated = entries.keys[0].tensor_split([layer.rank], dim=-1)
+        return attend_expanded(queries, compressed, rotated, layer.halves, entries.mask, scaling=scaling)
 
 
 class OpListExecutor:
@@ -272,9 +149,10 @@ class OpListExecutor:
         own = {*names, *buffers, *quantised, *of_experts}
         steps = step_list(seam.model.config.get_text_config(), seam.layers, own, seam.reads)
         self.steps = of_rank(steps, group.rank, group.ranks)
-        rotaries = {each.rotary for each in self.steps.operations if isinstance(each, Rotate)}
-        turned = {name: 2 * len(seam.rotary_frequencies(name)[0]) for name in rotaries}
-        self._operations = fuse(self.steps, turned)
+        rotaries = {each.rotary for each in self.steps.operations if isinstance(each, (Rotate, AttendLatent))}
+        self._pairs = {name: len(seam.rotary_frequencies(name)[0]) for name in rotaries}
+        self._operations = fuse(self.steps, {name: 2 * pairs for name, pairs in self._pairs.items()})
+        KERNELS.check(self._operations)
         self._tensors: dict[str, Tensor] = {name: parameter.detach() for name, parameter in names.items()} | buffers
         self._joined: dict[tuple[str, ...], Tensor] = {}
         self._quantised: dict[tuple[str, ...], QuantisedMatrix] = {}
@@ -282,9 +160,20 @@ class OpListExecutor:
         self._turns = {name: table for name in rotaries if (table := self._table_of(name)) is not None}
         self._check_shapes(quantised)
         self._experts = {
-            operation.router.matrices: self._matrices_of(operation)
+            operation.experts: self._matrices_of(operation)
             for operation in self._operations
             if isinstance(operation, FusedExperts)
+        }
+        # Weights of norms times a factor, float32.
+        self._factored = {
+            (each.norm, each.factor): self._tensors[each.norm.weights].float() * each.factor
+            for each in self._operations
+            if isinstance(each, FusedProduct) and each.norm is not None and each.factor != 1.0
+        }
+        self._backs = {
+            each.back: torch.tensor(each.back, device=seam.model.device)
+            for each in self._operations
+            if isinstance(each, FusedAttend) and each.back is not None
         }
         for operation in self._operations:
             if isinstance(operation, FusedProduct):
@@ -294,6 +183,7 @@ class OpListExecutor:
                 else:
                     self._join(matrices, names)
                 self._join(operation.product.biases, names)
+        self._latents = {each: self._latent(each) for each in self._operations if isinstance(each, AttendLatent)}
         self._layers = _state_layers(self.steps)
         self._numbers = {
             operation: self._numbers_of(operation)
@@ -356,8 +246,9 @@ class OpListExecutor:
         So the router gives inputs as they are. Of more than a few tokens they are not normed: some would be rounded up
         here and down there.
         """
-        own = self._experts[operation.router.matrices]
-        experts = replace(own, router=torch.eye(*own.router.shape, dtype=own.router.dtype, device=own.router.device))
+        own = self._experts[operation.experts]
+        count, _, inputs = own.gates.shape
+        experts = replace(own, router=torch.eye(count, inputs, dtype=own.gates.dtype, device=own.gates.device))
         key = (tuple(own.gates.shape), own.chosen, operation.adds)
         if key in seen:
             return
@@ -404,13 +295,13 @@ class OpListExecutor:
         rates, bias, skips = self._numbers[operation]
         if isinstance(operation, DeltaRule):
             return by_delta_rule(inputs, gates, layer, rates=rates, bias=bias, doubles=operation.doubles)
-        return by_scan(inputs, gates, layer, rates=rates, bias=bias, skips=skips)
+        return by_scan(inputs, gates, layer, rates=rates, bias=bias, skips=skips, least=operation.least)
 
     def _difference(self, operation: FusedProduct, matrix: Matrix, count: int) -> float:
         """The largest, as a share of the largest number. What torch multiplies is rounded to the model's dtype."""
         product = operation.product
         bias = self._joined[product.biases] if product.biases else None
-        norm = None if operation.norm is None else self._norm(operation.norm)
+        norm = None if operation.norm is None else self._norm(operation.norm, operation.factor)
         outputs, inputs = matrix.shape
         dtype = self._seam.dtype
         generator = torch.Generator().manual_seed(0)
@@ -464,14 +355,16 @@ class OpListExecutor:
     def add_norm(self, operation: NormStep, state: _State) -> None:
         residual = None if operation.residual is None else state.registers[operation.residual]
         states, norm = state.registers[operation.norm.input], self._norm(operation.norm)
-        state.registers[operation.output] = self._fused.norm(states, norm, residual=residual)
+        scale = None if operation.scale is None else self._tensors[operation.scale]
+        state.registers[operation.output] = self._fused.norm(states, norm, residual=residual, scale=scale)
 
     def mix(self, operation: FusedExperts, state: _State) -> None:
         state.registers[operation.output] = self._fused.mix_experts(
-            state.registers[operation.router.input if operation.norm is None else operation.norm.input],
-            self._experts[operation.router.matrices],
+            state.registers[operation.experts.input if operation.norm is None else operation.norm.input],
+            self._experts[operation.experts],
             norm=None if operation.norm is None else self._norm(operation.norm),
             residual=state.registers[operation.output] if operation.adds else None,
+            logits=None if operation.router is not None else state.registers[operation.experts.router],
         )
 
     def multiply(self, operation: FusedProduct, state: _State) -> None:
@@ -480,12 +373,15 @@ class OpListExecutor:
             state.registers[operation.norm.input if operation.norm else product.input],
             self._matrix(product),
             bias=self._joined[product.biases] if product.biases else None,
-            norm=None if operation.norm is None else self._norm(operation.norm),
+            norm=None if operation.norm is None else self._norm(operation.norm, operation.factor),
             residual=state.registers[output] if operation.adds and output is not None else None,
             activation=operation.activation,
         )
         if output is None:
             state.logits = out.float()
+        elif operation.is_part:
+            state.registers[output] = out.new_empty((len(out), self.steps.widths[output]))
+            state.registers[output][:, : product.count].copy_(out)
         else:
             state.registers[output] = out
 
@@ -501,9 +397,12 @@ class OpListExecutor:
             buffer.values,
             tables.writes[attend.layer],
             query_heads=layer.query_heads,
-            kv_heads=layer.kv_heads,
+            kv_heads=layer.kv_heads if isinstance(attend, Attend) else 0,
             norms=None if operation.norms is None else (self._norm(operation.norms[0]), self._norm(operation.norms[1])),
             turn=state.turns.get(operation.rotary),
+            value_epsilon=operation.value_epsilon,
+            values_are_keys=operation.values_are_keys,
+            shared=operation.shared,
         )
         scoring: dict[str, Any] = {"scaling": attend.scaling, "softcap": attend.softcap, "head_sinks": None}
         by_head = queries.transpose(0, 1)[None]
@@ -511,7 +410,42 @@ class OpListExecutor:
             out = plan.read(attend.layer, by_head, **scoring)
         else:
             out = plan.attend(attend.layer, by_head, None, None, **scoring)
+        if operation.back is not None:
+            out = out.view(len(heads), layer.query_heads, -1).index_select(-1, self._backs[operation.back])
         state.registers[attend.output] = out.reshape(len(heads), -1)
+
+    def attend_latent(self, operation: AttendLatent, state: _State) -> None:
+        layer, plan, tables = self._latents[operation], state.plan, state.tables
+        heads, latent = state.registers[operation.input], state.registers[operation.latent]
+        assert not isinstance(plan, CausalPlan), "ranks have no latent attention"
+        entries = tables.buffer(operation.layer).keys
+        rotated = entries.shape[1] - layer.rank
+        queries = self._fused.place_latent(
+            heads[:, : layer.heads * (layer.own + rotated)],
+            latent[:, operation.offset :],
+            entries,
+            tables.writes[operation.layer],
+            layer,
+            state.turns[operation.rotary],
+        )
+        own = _LatentQueries(queries, layer, self._fused)
+        scoring: dict[str, Any] = {"scaling": operation.scaling, "softcap": None, "head_sinks": None}
+        out = plan.attend(operation.layer, queries.transpose(0, 1)[None], None, None, **scoring, own=own)
+        state.registers[operation.output] = out.reshape(len(heads), -1)
+
+    def _latent(self, operation: AttendLatent) -> LatentHeads:
+        """Raises NoStepListError for a matrix of another size."""
+        matrix, rank = self._tensors[operation.matrix], self.steps.layers[operation.layer].value_dim
+        wanted = (operation.heads * (operation.own + operation.value), rank)
+        if tuple(matrix.shape) != wanted:
+            raise NoStepListError(f"{operation.matrix} has the shape {tuple(matrix.shape)}, not {wanted}")
+        return LatentHeads(
+            halves=matrix.view(operation.heads, -1, rank),
+            own=operation.own,
+            norm=RowNorm(weights=self._tensors[operation.norm], epsilon=operation.epsilon),
+            pairs=operation.pairs,
+            keeps_pairs=operation.keeps_pairs,
+        )
 
     def convolve(self, operation: Convolve, state: _State) -> None:
         weights, bias = self._numbers[operation][:2]
@@ -537,7 +471,7 @@ class OpListExecutor:
         if isinstance(operation, DeltaRule):
             doubles = operation.doubles
             return kernels.delta_rule(inputs, gates, table, layer, rates=rates, bias=bias, doubles=doubles)
-        return kernels.scan(inputs, gates, table, layer, rates=rates, bias=bias, skips=skips)
+        return kernels.scan(inputs, gates, table, layer, rates=rates, bias=bias, skips=skips, least=operation.least)
 
     def norm_gated(self, operation: GatedNorm, state: _State) -> None:
         state.registers[operation.output] = self._fused.gated_norm(
@@ -569,8 +503,6 @@ class OpListExecutor:
                 raise NoStepListError(f"{operation.weights[0]}: {shapes}, not {layer.channels} of {layer.taps} taps")
             weights = torch.cat([each.float().view(-1, layer.taps) for each in tensors]).T.contiguous()
             return weights, weights if operation.bias is None else self._tensors[operation.bias].float()
-        if isinstance(operation, SelectiveScan) and operation.least:
-            raise NoStepListError(f"no kernel has steps of a state space that are at least {operation.least}")
         names = operation.decay, operation.bias, getattr(operation, "skip", operation.bias)
         decay, bias, skips = (self._tensors[name].float() for name in names)
         if any(each.shape != (layer.value_heads,) for each in (decay, bias, skips)):
@@ -588,9 +520,8 @@ class OpListExecutor:
                 else torch.where(positions < 0, self._seam.trained_positions + ~positions, positions)
             )
             return replace(self._turns[name], rows=rows)
-        return _halved(
-            *self._seam.turns(torch.empty(0, dtype=self._seam.dtype, device=positions.device), positions, name)
-        )
+        like = torch.empty(0, dtype=self._seam.dtype, device=positions.device)
+        return _halved(*self._seam.turns(like, positions, name), self._pairs[name])
 
     @torch.inference_mode()
     def _table_of(self, name: str) -> RopeTable | None:
@@ -600,7 +531,7 @@ class OpListExecutor:
         """
         seam = self._seam
         like = torch.empty(0, dtype=seam.dtype, device=seam.model.device)
-        numbers = 2 * len(seam.rotary_frequencies(name)[0]) * seam.trained_positions
+        numbers = 2 * self._pairs[name] * seam.trained_positions
         if numbers * seam.dtype.itemsize > MOST_TURN_BYTES:
             return None
         short = seam.short_positions if name == ONE_ROTARY else None
@@ -608,12 +539,14 @@ class OpListExecutor:
         positions = torch.arange(last, device=like.device)
         positions = torch.where(positions < seam.trained_positions, positions, ~(positions - seam.trained_positions))
         parts = [
-            _halved(*seam.turns(like, positions[first:end], name))
+            _halved(*seam.turns(like, positions[first:end], name), self._pairs[name])
             for first, end in pairwise([*range(0, last, _TURNS_AT_ONCE), last])
         ]
         return RopeTable(cos=torch.cat([part.cos for part in parts]), sin=torch.cat([part.sin for part in parts]))
 
-    def _norm(self, norm: Norm) -> RowNorm:
+    def _norm(self, norm: Norm, factor: float = 1.0) -> RowNorm:
+        if factor != 1.0:
+            return RowNorm(weights=self._factored[norm, factor], epsilon=norm.epsilon)
         return RowNorm(weights=self._tensors[norm.weights], epsilon=norm.epsilon, adds_one=norm.plus_one)
 
     def _matrix(self, product: Product) -> Matrix:
@@ -622,24 +555,27 @@ class OpListExecutor:
 
     def _matrices_of(self, operation: FusedExperts) -> ExpertMatrices:
         """Raises NoStepListError unless the tensors have the sizes that the list gives them, and the model's dtype."""
-        experts, router = operation.experts, operation.router.matrices[0]
-        layer = experts.matrices[0][0].removesuffix(_OF_EXPERTS[0].format(0))
-        tensors = self._tensors[router], self._tensors[f"{layer}{_GATES}"], self._tensors[f"{layer}{_DOWNS}"]
-        _, gates, downs = tensors
+        experts, router = operation.experts, None if operation.router is None else operation.router.matrices[0]
+        has_gates = len(experts.matrices[0]) == 3
+        first = (_OF_EXPERTS if has_gates else _OF_EXPERTS[1:])[0].format(0)
+        layer = experts.matrices[0][0].removesuffix(first)
+        names = (f"{layer}{_GATES if has_gates else _UPS}", f"{layer}{_DOWNS}", *(() if router is None else (router,)))
+        gates, downs, *routers = (self._tensors[name] for name in names)
         count, inputs, inner = len(experts.matrices), self.steps.widths[experts.input], downs.shape[-1]
-        wanted = (count, inputs), (count, 2 * inner, inputs), (count, inputs, inner)
-        found = tuple(tuple(each.shape) for each in tensors)
+        wanted = (count, (1 + has_gates) * inner, inputs), (count, inputs, inner), *((count, inputs) for _ in routers)
+        found = tuple(tuple(each.shape) for each in (gates, downs, *routers))
         if found != wanted:
-            raise NoStepListError(f"{router} and the experts beside it have the shapes {found}, not {wanted}")
-        if any(each.dtype != self._seam.dtype or not each.is_contiguous() for each in tensors):
-            raise NoStepListError(f"{router} or the experts beside it are not {self._seam.dtype}, row by row")
+            raise NoStepListError(f"{', '.join(names)} have the shapes {found}, not {wanted}")
+        if any(each.dtype != self._seam.dtype or not each.is_contiguous() for each in (gates, downs, *routers)):
+            raise NoStepListError(f"{', '.join(names)} are not all {self._seam.dtype}, row by row")
         return ExpertMatrices(
-            router=self._tensors[router],
+            router=routers[0] if routers else None,
             gates=gates,
             downs=downs,
             routing=experts.routing,
             bias=None if experts.bias is None else self._tensors[experts.bias],
-            activation=experts.activation,
+            scales=None if experts.scales is None else self._tensors[experts.scales],
+            activation=experts.activation if has_gates else SQUARES,
         )
 
     def _check_shapes(self, quantised: Mapping[str, QuantisedLinear]) -> None:
@@ -652,7 +588,7 @@ class OpListExecutor:
                     quantised[name].matrix.shape if name in quantised else tuple(self._tensors[name].shape)
                     for name in product.matrices
                 ]
-                outputs = self.steps.vocabulary if product.output is None else widths[product.output]
+                outputs = self.steps.vocabulary if product.output is None else product.count or widths[product.output]
                 if sum(shape[0] for shape in shapes) != outputs or any(
                     shape[1:] != (widths[product.input],) for shape in shapes
                 ):
@@ -702,6 +638,7 @@ KERNELS.of(AllReduce)(OpListExecutor.all_reduce)
 KERNELS.of(NormStep)(OpListExecutor.add_norm)
 KERNELS.of(FusedAttend)(OpListExecutor.attend)
 KERNELS.of(FusedExperts)(OpListExecutor.mix)
+KERNELS.of(AttendLatent)(OpListExecutor.attend_latent)
 KERNELS.of(Convolve)(OpListExecutor.convolve)
 KERNELS.of(DeltaRule, SelectiveScan)(OpListExecutor.run_rule)
 KERNELS.of(GatedNorm)(OpListExecutor.norm_gated)
@@ -747,10 +684,9 @@ def _state_layers(steps: StepList) -> tuple[StateLayer, ...]:
     return tuple(found)
 
 
-def _halved(cos: Tensor, sin: Tensor) -> RopeTable:
-    """Of cosines and sines [N, D] of a rotation in halves, which are equal: two numbers are turned by one angle."""
-    half = cos.shape[-1] // 2
-    return RopeTable(cos=cos[:, :half].contiguous(), sin=sin[:, :half].contiguous())
+def _halved(cos: Tensor, sin: Tensor, pairs: int) -> RopeTable:
+    """Of cosines and sines [N, pairs or 2 · pairs] of a rotation: two numbers are turned by one angle."""
+    return RopeTable(cos=cos[:, :pairs].contiguous(), sin=sin[:, :pairs].contiguous())
 
 
 def _quantised(model: PreTrainedModel) -> dict[str, QuantisedLinear]:
@@ -766,7 +702,7 @@ def _names_of_experts(parameters: Mapping[str, Tensor]) -> set[str]:
     for name, parameter in parameters.items():
         stem, _, kind = name.rpartition(".experts.")
         if stem and parameter.dim() == 3:
-            of_one = {_GATES: _OF_EXPERTS[:2], _DOWNS: _OF_EXPERTS[2:]}.get(kind, ())
+            of_one = {_GATES: _OF_EXPERTS[:2], _UPS: _OF_EXPERTS[1:2], _DOWNS: _OF_EXPERTS[2:]}.get(kind, ())
             found |= {f"{stem}.experts.{each.format(expert)}" for each in of_one for expert in range(len(parameter))}
     return found
 

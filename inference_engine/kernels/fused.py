@@ -28,6 +28,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": lambda states: F.gelu(states, approximate="tanh"),
 }
+SQUARES = "relu2"  # of what is positive: an activation of sums that nothing else is multiplied with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,7 +79,8 @@ class ProductKernel(Protocol):
         """states [N, K] · matrix [O, K], as [N, O]. Numbers of a quantised matrix are not rounded to the model's dtype.
 
         bias: [O]. norm: applied to states first. residual: [N, O], added at the end. activation: of the first half of
-        the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual.
+        the outputs, which is multiplied with the second; then the result is [N, O / 2], without a residual. SQUARES is
+        one of all outputs.
         """
 
 
@@ -94,18 +96,74 @@ class PlaceHeads(Protocol):
         kv_heads: int,
         norms: tuple[RowNorm, RowNorm] | None = None,
         turn: RopeTable | None = None,
+        value_epsilon: float | None = None,
+        values_are_keys: bool = False,
+        shared: tuple[int, ...] = (),
     ) -> Tensor:
         """The queries [N, Hq, D] of `heads` [N, (Hq + 2 Hkv) · D]: a token's queries, keys and values.
 
         Keys and values go to vectors `writes` [N · Hkv] of `keys` and `values` [vectors, D]. norms: of queries and of
         keys, each head by itself. turn: what queries and keys are rotated by. `writes` and `turn` must be made before
-        `heads` are: a kernel may read them while the one before it ends.
+        `heads` are: a kernel may read them while the one before it ends. value_epsilon: of a norm of values without
+        weights. values_are_keys: values are what keys are before their norm, and `heads` have none.
+
+        shared: the numbers of a head that entries hold once, for value and key: queries and keys begin with them, in
+        this order, and values end with them (`models/keyed_values.py`). Those of queries are multiplied by the weights
+        of the norm of keys.
         """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LatentHeads:
+    """How a token's queries and its compressed vector become what attention takes (`AttendLatent`).
+
+    halves: [H, own + value, rank], of keys and of values of each head. norm: of compressed vectors. pairs, keeps_pairs:
+    as there.
+    """
+
+    halves: Tensor
+    own: int
+    norm: RowNorm
+    pairs: bool
+    keeps_pairs: bool
+
+    @property
+    def heads(self) -> int:
+        return self.halves.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.halves.shape[2]
+
+    def turned(self, states: Tensor, turn: RopeTable) -> Tensor:
+        """states [N, H, rotated] float32, rotated."""
+        cos, sin = (part.float()[:, None] for part in turn.halves())
+        halves = (states[..., ::2], states[..., 1::2]) if self.pairs else states.chunk(2, dim=-1)
+        found = halves[0] * cos - halves[1] * sin, halves[1] * cos + halves[0] * sin
+        return torch.stack(found, dim=-1).flatten(-2) if self.keeps_pairs else torch.cat(found, dim=-1)
+
+
+class PlaceLatent(Protocol):
+    def __call__(
+        self, queries: Tensor, latent: Tensor, entries: Tensor, writes: Tensor, layer: LatentHeads, turn: RopeTable
+    ) -> Tensor:
+        """The queries [N, H, own + rotated] of `queries` [N, H · (own + rotated)], which may be a part of rows, turned.
+
+        latent: [N, rank + rotated], likewise; normed and turned it goes to vectors `writes` [N] of `entries` [vectors,
+        rank + rotated]. `writes` and `turn` must be made before the others are.
+        """
+
+
+class HeadProducts(Protocol):
+    def __call__(self, states: Tensor, matrices: Tensor) -> Tensor:
+        """[N, H, O] of states [N, H, K] and matrices [H, K, O], of any strides."""
+
+
 class NormKernel(Protocol):
-    def __call__(self, states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
-        """The norm of states [N, K], added to `residual` [N, K] if there is one."""
+    def __call__(
+        self, states: Tensor, norm: RowNorm, *, residual: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """The norm of states [N, K], added to `residual` [N, K] if there is one; times the one number of `scale`."""
 
 
 class GatedNormKernel(Protocol):
@@ -124,16 +182,18 @@ class SigmoidGateKernel(Protocol):
 class ExpertMatrices:
     """Of E experts with I inner numbers over K inputs: router [E, K], gates [E, 2 I, K], downs [E, K, I].
 
-    gates: of each expert the matrix whose products are activated, and below it the one that they are multiplied with.
-    routing: how a token's experts are chosen. bias: [E], of `routing`.
+    gates: of each expert the matrix whose products are activated, and below it the one that they are multiplied with;
+    activated by SQUARES there is none, and gates are [E, I, K]. routing: how a token's experts are chosen. bias: [E],
+    of `routing`. scales: [E], by which weights are multiplied. router: None where others make the logits.
     """
 
-    router: Tensor
+    router: Tensor | None
     gates: Tensor
     downs: Tensor
     routing: Router
     activation: str
     bias: Tensor | None = None
+    scales: Tensor | None = None
 
     @property
     def chosen(self) -> int:
@@ -142,12 +202,18 @@ class ExpertMatrices:
 
 class MixExperts(Protocol):
     def __call__(
-        self, states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
+        self,
+        states: Tensor,
+        experts: ExpertMatrices,
+        *,
+        norm: RowNorm | None = None,
+        residual: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         """The mixture of experts for states [N, K], as many.
 
-        norm: applied to states first. residual: [N, K], added at the end. A token's experts are chosen by its products
-        with the router, rounded to the dtype of the states.
+        norm: applied to states first. residual: [N, K], added at the end. A token's experts are chosen by `logits`
+        [N, E]; None: by its products with the router, rounded to the dtype of the states.
         """
 
 
@@ -174,7 +240,9 @@ def product(
 
 
 def gated(states: Tensor, activation: str) -> Tensor:
-    """The activation of the first half of states [..., 2 n], times the second half."""
+    """The activation of the first half of states [..., 2 n], times the second half; by SQUARES, of all of them."""
+    if activation == SQUARES:
+        return states.relu().square()
     gate, up = states.chunk(2, dim=-1)
     return _ACTIVATIONS[activation](gate) * up
 
@@ -189,11 +257,17 @@ def place_heads(
     kv_heads: int,
     norms: tuple[RowNorm, RowNorm] | None = None,
     turn: RopeTable | None = None,
+    value_epsilon: float | None = None,
+    values_are_keys: bool = False,
+    shared: tuple[int, ...] = (),
 ) -> Tensor:
     """See `PlaceHeads`."""
     count, head_dim = len(heads), keys.shape[-1]
-    own = heads.float().view(count, query_heads + 2 * kv_heads, head_dim)
-    moved, kept = own[:, : query_heads + kv_heads], own[:, query_heads + kv_heads :]
+    own = heads.float().view(count, -1, head_dim)
+    moved = own[:, : query_heads + kv_heads]
+    kept = own[:, query_heads:] if values_are_keys else own[:, query_heads + kv_heads :]
+    if value_epsilon is not None:
+        kept = kept * torch.rsqrt(kept.square().mean(-1, keepdim=True) + value_epsilon)
     if norms is not None:
         moved = torch.cat((norms[0].of(moved[:, :query_heads]), norms[1].of(moved[:, query_heads:])), dim=1)
     if turn is not None:
@@ -201,15 +275,41 @@ def place_heads(
         turned, still = moved.tensor_split([cos.shape[-1]], dim=-1)
         first, second = turned.chunk(2, dim=-1)
         moved = torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, still), dim=-1)
-    keys.index_copy_(0, writes, moved[:, query_heads:].reshape(-1, head_dim).to(keys.dtype))
-    values.index_copy_(0, writes, kept.reshape(-1, head_dim).to(values.dtype))
-    return moved[:, :query_heads].to(heads.dtype)
+    queries = moved[:, :query_heads]
+    if shared:
+        assert norms is not None, "keys differ from values by the weights of their norm"
+        others = sorted({*range(head_dim)} - {*shared})
+        queries = torch.cat((queries[..., shared] * norms[1].weights[[*shared]].float(), queries[..., others]), dim=-1)
+        moved, kept = moved[..., others], kept[..., [*others, *shared]]
+    if not kv_heads:
+        return queries.to(heads.dtype)
+    for entries, given in ((keys[:, len(shared) :], moved[:, query_heads:]), (values, kept)):
+        entries.index_copy_(0, writes, given.reshape(-1, given.shape[-1]).to(entries.dtype))
+    return queries.to(heads.dtype)
 
 
-def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
+def place_latent(
+    queries: Tensor, latent: Tensor, entries: Tensor, writes: Tensor, layer: LatentHeads, turn: RopeTable
+) -> Tensor:
+    """See `PlaceLatent`."""
+    by_head = queries.view(len(queries), layer.heads, -1)
+    own, rotated = by_head.tensor_split([layer.own], dim=-1)
+    compressed, of_key = latent.float().tensor_split([layer.rank], dim=-1)
+    parts = layer.norm.of(compressed), layer.turned(of_key[:, None], turn)[:, 0]
+    entries.index_copy_(0, writes, torch.cat(parts, dim=-1).to(entries.dtype))
+    return torch.cat((own, layer.turned(rotated.float(), turn).to(queries.dtype)), dim=-1)
+
+
+def head_products(states: Tensor, matrices: Tensor) -> Tensor:
+    """See `HeadProducts`."""
+    return torch.bmm(states.transpose(0, 1), matrices).transpose(0, 1)
+
+
+def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """See `NormKernel`."""
     out = norm.of(states.float())
-    return (out if residual is None else out + residual.float()).to(states.dtype)
+    out = out if residual is None else out + residual.float()
+    return (out if scale is None else out * scale.float()).to(states.dtype)
 
 
 def gated_norm(
@@ -230,16 +330,25 @@ def sigmoid_gate(states: Tensor, gate: Tensor) -> Tensor:
 
 
 def choose_experts(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
-    """As `Router.choose`. products: [N, E], the router's."""
-    return experts.routing.choose(products, experts.bias)
+    """As `Router.choose`, and times `scales`. products: [N, E], the router's."""
+    ids, weights = experts.routing.choose(products, experts.bias)
+    return ids, weights if experts.scales is None else weights * experts.scales.float()[ids]
 
 
 def mix_experts(
-    states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
+    states: Tensor,
+    experts: ExpertMatrices,
+    *,
+    norm: RowNorm | None = None,
+    residual: Tensor | None = None,
+    logits: Tensor | None = None,
 ) -> Tensor:
     """See `MixExperts`."""
     wide = states.float() if norm is None else norm.of(states.float())
-    ids, weights = choose_experts((wide @ experts.router.float().T).to(states.dtype), experts)
+    if logits is None:
+        assert experts.router is not None, "something chooses"
+        logits = (wide @ experts.router.float().T).to(states.dtype)
+    ids, weights = choose_experts(logits, experts)
     out = torch.zeros_like(wide)
     for expert in set(ids.flatten().tolist()):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
@@ -254,6 +363,8 @@ class Fused:
 
     product: ProductKernel = product
     place_heads: PlaceHeads = place_heads
+    place_latent: PlaceLatent = place_latent
+    head_products: HeadProducts = head_products
     norm: NormKernel = norm
     mix_experts: MixExperts = mix_experts
     gated_norm: GatedNormKernel = gated_norm

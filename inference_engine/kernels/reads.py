@@ -313,13 +313,14 @@ class AttentionByRecord:
     """Implements RaggedAttention: plain reads by one kernel, and those of each record by the record's own.
 
     alone_upto: in a step of so many queries at most, none of which share what they read, the kernel of its only record
-    serves all of them. is_even: must values be as large as keys?
+    serves all of them. is_even: must values be as large as keys? latent: where they are the first numbers of keys.
     """
 
     name: str
     regions: RegionKernel
     alone_upto: int = 0
     is_even: bool = False
+    latent: RegionKernel | None = None
 
     def supports(self, record: ReadRecord) -> bool:
         return isinstance(record, RegionRead) or self.name in record.KERNELS
@@ -328,6 +329,9 @@ class AttentionByRecord:
         require_support(self, call.reads)
         call = call.ready()
         out = call.new_out()
+        if self.latent is not None and call.kv_heads == 1 and call.values.shape[1] < call.head_dim and not call.reads:
+            self.latent(call, out)
+            return out
         if self.is_even and out.shape != call.queries.shape:
             raise BackendError(
                 f"kernels of the executor {self.name!r} read values as large as keys, not values of {out.shape[2]} "

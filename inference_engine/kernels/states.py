@@ -94,7 +94,7 @@ class StateKernels(Protocol):
 
     def scan(
         self, inputs: Tensor, gates: Tensor, table: Tensor, layer: StateLayer, *, rates: Tensor, bias: Tensor,
-        skips: Tensor,
+        skips: Tensor, least: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """`SelectiveScan`. rates, bias, skips: [Hv] float32."""
 
@@ -133,7 +133,9 @@ def by_delta_rule(
     return torch.stack(out)
 
 
-def by_scan(inputs: Tensor, gates: Tensor, layer: StateLayer, *, rates: Tensor, bias: Tensor, skips: Tensor) -> Tensor:
+def by_scan(
+    inputs: Tensor, gates: Tensor, layer: StateLayer, *, rates: Tensor, bias: Tensor, skips: Tensor, least: float = 0.0
+) -> Tensor:
     """What `scan` gives for all tokens of a history, token by token: [N, Hv · Dv]. source: Dao and Gu, Transformers are
     SSMs, arXiv 2405.21060, equation 1."""
     count, heads, group = len(inputs), layer.value_heads, layer.value_heads // layer.key_heads
@@ -141,7 +143,7 @@ def by_scan(inputs: Tensor, gates: Tensor, layer: StateLayer, *, rates: Tensor, 
     values = inputs[:, :width].view(count, heads, layer.value_dim)
     both = inputs[:, width : width + keyed], inputs[:, width + keyed :]
     keys, queries = (part.view(count, -1, layer.key_dim).repeat_interleave(group, dim=1) for part in both)
-    steps = F.softplus(gates + bias)
+    steps = F.softplus(gates + bias).clamp(min=least)
     decays = (rates * steps).exp()
     state, out = inputs.new_zeros(heads, layer.key_dim, layer.value_dim), []
     for key, query, value, step, decay in zip(keys, queries, values, steps, decays, strict=True):

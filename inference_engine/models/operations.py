@@ -184,6 +184,33 @@ class AttendEarlier(Operation):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttendLatent(Operation):
+    """Write the layer's entry, one vector for all heads, and attend (`models/latent_attention.py`).
+
+    input: queries of a token, `heads` of `own` numbers and of those that are rotated. latent: from `offset` on, the
+    compressed vector, which is normed here, and numbers that are rotated. output: `heads` of `value` numbers. matrix:
+    of keys and values of all heads. pairs: are numbers beside each other turned together? Then keeps_pairs: do they
+    stay so? Else the first ones come first.
+    """
+
+    input: str
+    latent: str
+    output: str
+    layer: int
+    scaling: float
+    norm: str
+    epsilon: float
+    rotary: str
+    matrix: str
+    heads: int
+    own: int
+    value: int
+    offset: int = 0
+    pairs: bool = False
+    keeps_pairs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Arrange(Operation):
     """In place, each of `heads` pieces of `width` numbers, from `offset` on: its number `order[i]` becomes number i.
 

@@ -30,6 +30,7 @@ import argparse
 import gc
 import itertools
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,11 +49,11 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, InvalidArgument, KakeyaError, NoCapacity
 from inference_engine.kernels.ops import open_ops
+from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.models.layer_types import has_state, layer_types
 from inference_engine.models.seam import ATTENTION
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named, release
@@ -105,17 +106,35 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Of a layer: bytes of an entry, entries that a query sees at most, operations for each pair of both."""
+
+    entry_bytes: int
+    window: int
+    pair_products: float
+
+    @classmethod
+    def of(cls, layer: LayerGeometry, config: Any, itemsize: int) -> Attention:
+        is_latent = layer.entry.value_in_key  # a prefill multiplies keys and values of all heads
+        numbers = config.qk_head_dim + config.v_head_dim if is_latent else layer.head_dim + layer.value_dim
+        return cls(
+            entry_bytes=layer.entry_bytes(itemsize),
+            window=layer.native_window or sys.maxsize,
+            pair_products=2.0 * layer.query_heads * numbers,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """What a shape's steps cost at least.
 
     weight_bytes: read in each step. expert_bytes: of all experts, of which each token reads the share `chosen`.
-    entry_bytes: of one position, all layers.
+    attentions: of layers that keep entries.
     """
 
     weight_bytes: int
-    entry_bytes: int
+    attentions: tuple[Attention, ...]
     token_products: float  # of a prefill, floating-point operations of the layers for each token
-    pair_products: float  # and of attention, for each pair of a token and one it sees
     expert_bytes: int = 0
     chosen: float = 0.0
     state_bytes: int = 0  # of a session
@@ -126,17 +145,14 @@ class Costs:
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         embedded = model.get_input_embeddings().weight.numel()
         experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
-        chosen = config.num_experts_per_tok / config.num_experts if experts else 0.0
+        counts = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None)
+        chosen = counts / config.num_experts if experts else 0.0
         read = sum(each.numel() for each in model.parameters()) - experts - (0 if tied else embedded)
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        layers = sum(not has_state(kind) for kind in layer_types(config))  # that keep entries
         return cls(
             weight_bytes=read * itemsize,
-            entry_bytes=2 * layers * config.num_key_value_heads * head_dim * itemsize,
+            attentions=(),
             # A prefill needs one row of logits, not one for each token.
             token_products=2.0 * (read - embedded + chosen * experts),
-            pair_products=4.0 * layers * heads * head_dim,
             expert_bytes=experts * itemsize,
             chosen=chosen,
         )
@@ -144,11 +160,15 @@ class Costs:
     def step_ms(self, sessions: int, attended: int, ceilings: Ceilings) -> float:
         # Tokens that choose independently share some of their experts.
         experts = self.expert_bytes * (1 - (1 - self.chosen) ** sessions)
-        read = attended * self.entry_bytes + self.state_bytes
+        read = sum(min(attended, each.window) * each.entry_bytes for each in self.attentions) + self.state_bytes
         return 1e3 * (self.weight_bytes + experts + sessions * read) / ceilings.bandwidth
 
     def prefill_seconds(self, tokens: int, ceilings: Ceilings) -> float:
-        return (tokens * self.token_products + tokens * (tokens + 1) / 2 * self.pair_products) / ceilings.products
+        pairs = 0.0
+        for each in self.attentions:
+            seen = min(tokens, each.window)
+            pairs += each.pair_products * (tokens * seen - seen * (seen - 1) / 2)
+        return (tokens * self.token_products + pairs) / ceilings.products
 
 
 class CompiledStep:
@@ -367,8 +387,11 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
     ops = replace(open_ops("auto", device), attends_together=True)
     forward = serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
-    states = forward.geometry(page_tokens=16, segment_tokens=256).state_layers.values()
-    return forward, replace(costs, state_bytes=sum(state.nbytes for state in states))
+    geometry = forward.geometry(page_tokens=16, segment_tokens=256)
+    itemsize, own = getattr(torch, arguments.dtype).itemsize, forward.seam.model.config
+    attentions = tuple(Attention.of(layer, own, itemsize) for layer in geometry.layers)
+    state_bytes = sum(state.nbytes for state in geometry.state_layers.values())
+    return forward, replace(costs, attentions=attentions, state_bytes=state_bytes)
 
 
 def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool) -> TorchForward:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     LlamaConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -89,6 +91,20 @@ SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
         head_dim=256, vocab_size=248_320, max_position_embeddings=_POSITIONS, rms_norm_eps=1e-6,
         tie_word_embeddings=False, linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128,
         linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    ),
+    "gemma4-26b-a4b": lambda: Gemma4TextConfig(
+        hidden_size=2816, intermediate_size=2112, moe_intermediate_size=704, num_experts=128, top_k_experts=8,
+        enable_moe_block=True, num_hidden_layers=30, num_attention_heads=16, num_key_value_heads=8, head_dim=256,
+        global_head_dim=512, num_global_key_value_heads=2, attention_k_eq_v=True, sliding_window=1024,
+        layer_types=[*["sliding_attention"] * 5, "full_attention"] * 5, hidden_size_per_layer_input=0,
+        vocab_size=262_144, max_position_embeddings=_POSITIONS, final_logit_softcapping=30.0,
+    ),
+    "deepseek-v2-lite": lambda: DeepseekV2Config(
+        hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, n_routed_experts=64,
+        num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, num_hidden_layers=27,
+        num_attention_heads=16, num_key_value_heads=16, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, vocab_size=102_400, max_position_embeddings=_POSITIONS,
+        tie_word_embeddings=False,
     ),
     "tiny": lambda: Qwen2Config(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -232,11 +232,11 @@ def test_a_configuration_at_fault_is_refused_by_name(changes: dict[str, Any], sa
         admit_config(config, DeepseekV3ForCausalLM)
 
 
-def test_no_list_of_operations_is_made_of_such_layers() -> None:
-    """Whatever a family writes: native, MLX and GPU lists have keys and values of one size."""
-    config = DeepseekV3Config(**SIZES)
-    with pytest.raises(NoStepListError, match="no list of operations for the model type 'deepseek_v3'"):
-        check_family(config)
+def test_a_list_of_keys_and_values_is_not_made_of_such_layers() -> None:
+    """Families with such layers have an operation of its own, of which only GPUs have a kernel."""
+    for kind in ("minicpm3", "deepseek_v32", "glm_moe_dsa"):
+        with pytest.raises(NoStepListError, match=f"no list of operations for the model type '{kind}'"):
+            check_family(config_of(kind))
     layer = LayerGeometry(query_heads=4, kv_heads=1, head_dim=48, value_dim=32, shared_dim=32)
     plain = LlamaConfig(vocab_size=VOCABULARY, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
     with pytest.raises(NoStepListError, match="keys of 48 numbers and values of 32, 32 of which"):

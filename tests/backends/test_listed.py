@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inference_engine.backends import torch_loading
 from inference_engine.backends.base import Forward
-from inference_engine.backends.op_list_executor import OpListExecutor, fuse
+from inference_engine.backends.fused_operations import fuse
+from inference_engine.backends.op_list_executor import KERNELS, OpListExecutor
 from inference_engine.backends.torch_loading import try_listed
 from inference_engine.backends.twin import text_generator
 from inference_engine.compose import open_backend
@@ -164,7 +165,7 @@ def test_what_there_is_no_kernel_for_is_refused_by_name() -> None:
         fuse(replace(steps, operations=tuple(operations)), {"default": 16})
     missing = (Given(output="hidden"), Write(input="heads", layer=0), *steps.operations)
     with pytest.raises(NoStepListError, match="no kernel for Given, Write"):
-        fuse(replace(steps, operations=missing), {"default": 16})
+        KERNELS.check(fuse(replace(steps, operations=missing), {"default": 16}))
 
 
 def test_products_that_are_wrong_on_a_device_are_found_before_the_model_serves() -> None:

@@ -1,4 +1,4 @@
-"""Hybrid models by their list, in kernels: the logits of transformers, and every law of a session's states.
+"""Hybrids, Gemma 4 and latent attention by their list, in kernels: transformers' logits, and every law of states.
 
 Interpreted, products and attention are plain; on a GPU all is kernels, in recorded steps.
 """
@@ -13,7 +13,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Gemma4TextConfig, PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.torch_forward import TorchForward
@@ -26,7 +26,9 @@ from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import ModelFacts
 from tests.admissions import admitted_once, traits_of
+from tests.backends import test_gemma4 as gemma4
 from tests.backends import test_hybrids as hybrids
+from tests.backends import test_latent_families as latents
 from tests.backends.small_families import HISTORIES, continued, continues_as_transformers, ids_of
 from tests.further import further
 from tests.kernels.own_process import run_with_triton
@@ -36,6 +38,11 @@ MOST = 2e-4  # of the largest logit: sums in another order
 MIXTURES = ("qwen3_5_moe_text", "qwen3_next", "lfm2_moe")
 MADE = {"olmo_hybrid": {"linear_key_head_dim": 16, "linear_value_head_dim": 32}}
 GRANITES = ("granitemoehybrid", "granitemoehybrid unrotated")
+SPACES = (*GRANITES, "bamba", "falcon_h1", "nemotron_h")
+# Of Gemma 4, by their names here: what is published, and layers that read entries whose values are keys.
+GEMMAS = {**gemma4.KINDS, "read": {**gemma4.SMALL_E, "attention_k_eq_v": True, "num_global_key_value_heads": 1}}
+# The twins of these have rotated parts of 4 numbers.
+LATENTS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def device() -> torch.device:
@@ -80,11 +87,17 @@ def listed(own: PreTrainedModel, given: DeviceOps | None = None, *, is_invariant
     return TorchForward(seam, facts, device(), ops=own_ops, listed=executor, records_graphs=records)
 
 
+def config_of(family: str) -> PretrainedConfig:
+    if family in LATENTS:
+        return latents.config_of(family)
+    return Gemma4TextConfig(**GEMMAS[family]) if family in GEMMAS else hybrids.config_of(family)
+
+
 def tried(*families: str) -> None:
     for family in families:
-        config = hybrids.config_of(family)
+        config = config_of(family)
         kind = model_class(config)
-        for is_invariant in (False, True):
+        for is_invariant in (False,) if family in LATENTS else (False, True):
             traits = traits_of(config, kind)
             difference = try_listed(kind, config, traits, ops=ops(), device=device(), is_invariant=is_invariant)
             assert difference < MOST, (family, is_invariant)
@@ -99,7 +112,7 @@ def compare_convolutions() -> None:
 
 
 def compare_scans() -> None:
-    tried(*GRANITES)
+    tried(*SPACES)
 
 
 def compare_mixtures() -> None:
@@ -110,10 +123,18 @@ def compare_normed() -> None:
     tried("olmo_hybrid")
 
 
+def compare_gemmas() -> None:
+    tried(*GEMMAS)
+
+
+def compare_latents() -> None:
+    tried(*LATENTS)
+
+
 def compare_products() -> None:
     """What is tried at the start of weights of a model's own."""
-    for family in ("qwen3_5_text", "granitemoehybrid"):
-        executor = listed(hybrids.own_of(hybrids.config_of(family))).listed
+    for family in ("qwen3_5_text", "granitemoehybrid", "mixture"):
+        executor = listed(hybrids.own_of(config_of(family))).listed
         assert executor is not None
         executor.check()
 
@@ -153,9 +174,10 @@ def compare_one_order() -> None:
 
 def compare_sessions() -> None:
     """In a batch, with drafts and without, through an engine, forks and second turns, too."""
-    families = hybrids.FAMILIES if torch.cuda.is_available() else ("qwen3_5_text",)
-    for family in set(families) & {"qwen3_5_text", "olmo_hybrid", "lfm2", *MIXTURES, *GRANITES}:
-        own = hybrids.own_of(hybrids.config_of(family, **MADE.get(family, {})))
+    of_gpu = ("qwen3_5_text", "olmo_hybrid", "lfm2", *MIXTURES, *SPACES, *GEMMAS, *LATENTS)
+    for family in of_gpu if torch.cuda.is_available() else ("qwen3_5_text", "mixture", "deepseek_v2"):
+        config = hybrids.config_of(family, **MADE[family]) if family in MADE else config_of(family)
+        own = hybrids.own_of(config)
         for drafts in (True, False) if torch.cuda.is_available() else (True,):
             continues_as_transformers(own, listed(own), drafts=drafts, count=24 if torch.cuda.is_available() else 6)
 
@@ -178,6 +200,8 @@ def compare_ahead() -> None:
     [
         compare_delta,
         compare_convolutions,
+        compare_gemmas,
+        compare_latents,
         *map(further, (compare_scans, compare_mixtures, compare_normed, compare_products)),
         *map(further, (compare_laws, compare_one_order, compare_sessions, compare_ahead)),
     ],

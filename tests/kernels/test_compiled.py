@@ -16,7 +16,7 @@ from tests.kernels import compiling
 MOST = 4  # launches of a kernel, with other types or constants, that are compiled
 GROUPS = {
     "steps": ("test_fused", "test_experts", "test_quantised", "test_step_ends", "test_noise", "test_long_chunks"),
-    "reading": ("test_ragged_attention", "test_offloaded", "test_choosing", "test_topk"),
+    "reading": ("test_ragged_attention", "test_offloaded", "test_choosing", "test_topk", "test_latent_attention"),
     "latents": ("test_latents", "test_trellis"),
     "states": ("test_states",),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference_engine.kernels.fused import PLAIN, ExpertMatrices, RowNorm, choose_experts
+from inference_engine.kernels.fused import PLAIN, SQUARES, ExpertMatrices, RowNorm, choose_experts
 from inference_engine.kernels.routing import Router
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
@@ -41,9 +41,8 @@ def made(shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torc
 
 
 def on_cpu(experts: ExpertMatrices) -> ExpertMatrices:
-    bias = None if experts.bias is None else experts.bias.cpu()
-    matrices = {name: getattr(experts, name).cpu() for name in ("router", "gates", "downs")}
-    return replace(experts, bias=bias, **matrices)
+    names = ("router", "gates", "downs", "bias", "scales")
+    return replace(experts, **{name: given.cpu() for name in names if (given := getattr(experts, name)) is not None})
 
 
 def compare_mixtures() -> None:
@@ -57,16 +56,24 @@ def compare_mixtures() -> None:
             if shape[3] % 2:  # a router of another kind, whose choice is torch's
                 routing = replace(experts.routing, scores="sigmoid", factor=1.5)
                 experts = replace(experts, routing=routing, bias=numbers(shape[3], seed=5).to(device))
+            if not shape[4] % 2:
+                experts = replace(experts, scales=numbers(shape[3], seed=6).to(device, dtype))
+            logits = None
+            if shape[2] == 40:  # without a router, and without gates
+                logits = numbers(shape[0], shape[3], seed=7, dtype=dtype)
+                ups = experts.gates[:, : shape[2]].contiguous()
+                experts = replace(experts, router=None, gates=ups, activation=SQUARES)
             states = numbers(shape[0], shape[1], dtype=dtype)
             norm = RowNorm(weights=numbers(shape[1], seed=3, dtype=dtype).abs() + 0.5, epsilon=1e-5)
             for by, residual in ((norm, states.flip(0)), (None, None)):
-                expected = PLAIN.mix_experts(states, on_cpu(experts), norm=by, residual=residual)
+                expected = PLAIN.mix_experts(states, on_cpu(experts), norm=by, residual=residual, logits=logits)
                 for operations in kernels:
                     found = operations.mix_experts(
                         states.to(device),
                         experts,
                         norm=by and moved(by, device),
                         residual=None if residual is None else residual.to(device),
+                        logits=None if logits is None else logits.to(device),
                     )
                     assert is_close(found, expected), (shape, dtype, by is None)
 

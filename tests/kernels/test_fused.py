@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_engine.kernels.fused import PLAIN, Fused, RopeTable, RowNorm
+from inference_engine.kernels.fused import PLAIN, SQUARES, Fused, RopeTable, RowNorm
+from inference_engine.kv.geometry import EntryShape
 from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 
@@ -88,6 +90,7 @@ def compare_shapes(kernels: Fused, shapes: tuple[tuple[int, int, int], ...], *, 
                 Case(matrix=whole[:outputs], residual=residual),
                 Case(matrix=whole, norm=from_one, activation="silu"),
                 Case(matrix=whole, bias=bias, activation="gelu_tanh"),
+                Case(matrix=whole, bias=bias, activation=SQUARES),
             )
             for case in cases if dtype is torch.float32 else cases[1:3]:
                 found = case.run(kernels, states.to(device))
@@ -98,8 +101,12 @@ def compare_shapes(kernels: Fused, shapes: tuple[tuple[int, int, int], ...], *, 
                         tokens = slice(*some)
                         few = case.run(kernels, states[tokens].to(device), tokens)
                         assert torch.equal(few, found[tokens]), "tokens beside a token change it"
-            found = kernels.norm(states.to(device), moved(from_one, device), residual=states.to(device))
-            assert is_close(found, PLAIN.norm(states, from_one, residual=states)), (count, inputs, dtype)
+            scale = residual[0, :1]
+            found = kernels.norm(
+                states.to(device), moved(from_one, device), residual=states.to(device), scale=scale.to(device)
+            )
+            expected = PLAIN.norm(states, from_one, residual=states, scale=scale)
+            assert is_close(found, expected), (count, inputs, dtype)
 
 
 def placed(
@@ -110,13 +117,16 @@ def placed(
     sizes: tuple[int, int, int],
     norms: tuple[RowNorm, RowNorm] | None,
     turn: RopeTable | None,
+    entry: EntryShape | None = None,
+    **options: Any,
 ) -> list[Tensor]:
-    """The queries, and the buffers of keys and of values after it."""
+    """The queries, and the buffers of keys and of values after it. entry: other than keys and values side by side."""
     query_heads, kv_heads, head_dim = sizes
-    heads = numbers(100, (query_heads + 2 * kv_heads) * head_dim)[:count]
+    entry = entry or EntryShape(head_dim, head_dim)
+    given = 1 if options.get("values_are_keys") else 2
+    heads = numbers(100, (query_heads + given * kv_heads) * head_dim)[:count]
     room = max(20, count * kv_heads)
-    rows = torch.full((room, 2 * head_dim), 7.0, device=device)
-    keys, values = rows[:, :head_dim], rows[:, head_dim:]
+    keys, values = entry.split(torch.full((room, entry.width), 7.0, device=device))
     writes = torch.randperm(room, generator=torch.Generator().manual_seed(3))[: count * kv_heads]
     queries = operations.place_heads(
         heads.to(device),
@@ -132,6 +142,7 @@ def placed(
             sin=turn.sin.to(device),
             rows=None if turn.rows is None else turn.rows.to(device),
         ),
+        **options,
     )
     return [queries, keys, values]
 
@@ -165,6 +176,36 @@ def compare_heads() -> None:
                 assert torch.equal(alone[0], got[0][:1]), "tokens beside a token change it"
 
 
-@pytest.mark.parametrize("compare", [compare_products, interpreted(compare_products_of_any_number), compare_heads])
+def compare_heads_that_share() -> None:
+    """Values that are normed, that are keys, and whose still numbers entries hold once; queries without either."""
+    from inference_engine.kernels.triton.fused import open_fused
+
+    kernels, device = open_fused(), device_of_kernels()
+    for count, dim, turned in ((1, 32, 4), (3, 48, 8), (67, 16, 2)):
+        norms = tuple(RowNorm(weights=part, epsilon=1e-6) for part in numbers(2, dim, seed=1))
+        angles = numbers(count, dim // 2, seed=2)
+        angles[:, turned:] = 0.0
+        turn = RopeTable(cos=angles.cos(), sin=angles.sin())
+        still = tuple(number for number in range(dim) if number % (dim // 2) >= turned)
+        entry = EntryShape(dim, dim, len(still))
+        for kv_heads, shape, options in (
+            (2, None, {"value_epsilon": 1e-5}),
+            (2, None, {"value_epsilon": 1e-5, "values_are_keys": True}),
+            (1, entry, {"value_epsilon": 1e-5, "values_are_keys": True, "shared": still}),
+            (0, entry, {"shared": still}),
+        ):
+            sizes = (4, kv_heads, dim)
+            wanted, got = (
+                placed(by, to, count=count, sizes=sizes, norms=norms, turn=turn, entry=shape, **options)  # type: ignore[arg-type]
+                for by, to in ((PLAIN, torch.device("cpu")), (kernels, device))
+            )
+            for expected, found in zip(wanted, got, strict=True):
+                assert is_close(found, expected), (count, dim, kv_heads, options)
+
+
+@pytest.mark.parametrize(
+    "compare",
+    [compare_products, interpreted(compare_products_of_any_number), compare_heads, compare_heads_that_share],
+)
 def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -30,6 +30,7 @@ from tests.kernels.own_process import run_with_triton
 SIZES = [(1, 2, 16, 16, 4), (2, 2, 48, 80, 3)]
 LARGE = [(2, 4, 128, 128, 4), (1, 3, 128, 64, 6)]
 COUNT = 100
+LEAST = 0.25  # of steps of a scan, of which it makes some longer
 FLOAT32, HALF = 2e-5, 2e-2  # of the largest number: sums in another order; numbers that are rounded once
 
 
@@ -51,14 +52,16 @@ class Made:
         rates, bias, skips = (each.double() for each in self.numbers)
         if self.corrects:
             return by_delta_rule(inputs, self.gates.double(), self.layer, rates=rates, bias=bias, doubles=True)
-        return by_scan(inputs, self.gates.double(), self.layer, rates=rates, bias=bias, skips=skips)
+        return by_scan(inputs, self.gates.double(), self.layer, rates=rates, bias=bias, skips=skips, least=LEAST)
 
     def run(self, kernels: StateKernels, table: Tensor, some: Tensor) -> Tensor:
         inputs = kernels.convolve(self.inputs[some], table, self.layer, weights=self.weights, bias=None, activates=True)
         rates, bias, skips = self.numbers
         if self.corrects:
             return kernels.delta_rule(inputs, self.gates[some], table, self.layer, rates=rates, bias=bias, doubles=True)
-        return kernels.scan(inputs, self.gates[some], table, self.layer, rates=rates, bias=bias, skips=skips)
+        return kernels.scan(
+            inputs, self.gates[some], table, self.layer, rates=rates, bias=bias, skips=skips, least=LEAST
+        )
 
 
 def made(size: Sequence[int], dtype: torch.dtype, device: str, *, corrects: bool, seed: int = 0) -> Made:

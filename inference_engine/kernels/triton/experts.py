@@ -26,6 +26,8 @@ from inference_engine.kernels.triton.products import (
     Products,
     gated_sums,
     gated_tokens,
+    has_two,
+    has_two_of,
     rows_of,
     sums_of_one,
 )
@@ -50,19 +52,28 @@ class MixtureOfExperts:
         self._is_invariant = is_invariant
 
     def __call__(
-        self, states: Tensor, experts: ExpertMatrices, *, norm: RowNorm | None = None, residual: Tensor | None = None
+        self,
+        states: Tensor,
+        experts: ExpertMatrices,
+        *,
+        norm: RowNorm | None = None,
+        residual: Tensor | None = None,
+        logits: Tensor | None = None,
     ) -> Tensor:
         """See `MixExperts`. Routers other than a softmax of all choose by operations of torch."""
-        is_one, chooses = len(states) == 1 and not self._is_invariant, experts.routing.is_softmax_alone
-        if is_one and chooses and experts.bias is None:
-            ids, weights = choose(self._products(states, experts.router, norm=norm), experts)
+        is_one = len(states) == 1 and not self._is_invariant
+        chooses = experts.routing.is_softmax_alone and experts.bias is None
+        normed = states if norm is None or is_one else norm_of(states, norm)
+        products = logits
+        if products is None:
+            assert experts.router is not None, "something chooses"
+            products = self._products(normed, experts.router, norm=norm if is_one else None)
+        if is_one:
+            ids, weights = choose(products, experts) if chooses else _chosen_by_torch(products, experts)
             inner = _inner_of_one(states, experts, ids, norm)
             return _down_of_one(inner, experts, ids, weights, residual)
-        normed = states if norm is None else norm_of(states, norm)
-        products = self._products(normed, experts.router)
-        if not chooses or experts.bias is not None:
-            found, weights = choose_experts(products, experts)
-            ids = found.int()
+        if not chooses:
+            ids, weights = _chosen_by_torch(products, experts)
         elif len(states) <= FEW:
             weights, blocks = choose_in_blocks(products, experts)
             return _added_up(_by_blocks(normed, experts, blocks), None, weights, states, residual)
@@ -73,6 +84,11 @@ class MixtureOfExperts:
             return _added_up(outputs, places, weights, states, residual)
         blocks = sort_in_blocks(ids, len(experts.gates))
         return _added_up(_by_blocks(normed, experts, blocks), None, weights, states, residual)
+
+
+def _chosen_by_torch(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
+    found, weights = choose_experts(products, experts)
+    return found.int(), weights
 
 
 def _has_grouped_products(states: Tensor, experts: ExpertMatrices) -> bool:
@@ -98,8 +114,10 @@ def choose(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(products.shape[1])
     _choose_experts[(count,)](
         products,
+        weights if experts.scales is None else experts.scales,
         ids,
         weights,
+        HAS_SCALES=experts.scales is not None,
         EXPERTS=products.shape[1],
         CHOSEN=experts.chosen,
         SUMS_TO_ONE=experts.routing.sums_to_one,
@@ -188,12 +206,14 @@ def choose_in_blocks(products: Tensor, experts: ExpertMatrices) -> tuple[Tensor,
     tokens, block = triton.next_power_of_2(count), triton.next_power_of_2(number)
     _choose_in_blocks[(1,)](
         products,
+        weights if experts.scales is None else experts.scales,
         weights,
         places,
         owners,
         taken,
         count,
         most,
+        HAS_SCALES=experts.scales is not None,
         EXPERTS=number,
         CHOSEN=experts.chosen,
         SUMS_TO_ONE=experts.routing.sums_to_one,
@@ -248,7 +268,7 @@ def _multiply_blocks(
 ) -> None:
     """Products of each pair with its expert's matrix, to its row of `out`. chosen: pairs that share a row of states."""
     inputs, outputs = states.shape[1], out.shape[1]
-    matrices_at_once = 1 if activation is None else 2
+    matrices_at_once = 2 if has_two(activation) else 1
     tile = tile_of_some(outputs, inputs, states.element_size(), blocks.size, matrices_at_once)
     tile = fitting(tile, states.element_size(), blocks.size, matrices_at_once, shared_bytes(states.device))
     _products_of_blocks[(triton.cdiv(outputs, tile.rows), len(blocks.owners))](
@@ -323,8 +343,10 @@ def _sums_of_rows(b_rows, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALVINGS: tl.
 @triton.jit
 def _chosen(
     p_products,
+    p_scales,
     o_token,
     m_token,
+    HAS_SCALES: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
@@ -364,14 +386,19 @@ def _chosen(
         m_chosen = o_expert[None, :] == b_expert[:, None]
         b_place = tl.where(m_chosen & m_token[:, None], place, b_place)
         b_left = tl.where(m_chosen, float("-inf"), b_left)
-    return b_ids, b_weights / b_divisor[:, None], b_place
+    b_weights /= b_divisor[:, None]
+    if HAS_SCALES:
+        b_weights *= tl.load(p_scales + b_ids, mask=(o_place < CHOSEN)[None, :], other=0.0).to(tl.float32)
+    return b_ids, b_weights, b_place
 
 
 @triton.jit
 def _choose_experts(
     p_products,
+    p_scales,
     p_ids,
     p_weights,
+    HAS_SCALES: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
@@ -386,7 +413,7 @@ def _choose_experts(
     o_token = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     m_token = o_token >= 0
     b_ids, b_weights, _ = _chosen(
-        p_products, o_token, m_token, EXPERTS, CHOSEN, SUMS_TO_ONE, 1, BLOCK, HALVINGS, PLACES
+        p_products, p_scales, o_token, m_token, HAS_SCALES, EXPERTS, CHOSEN, SUMS_TO_ONE, 1, BLOCK, HALVINGS, PLACES
     )
     o_place = tl.arange(0, PLACES)
     o_out = o_token[:, None] * CHOSEN + o_place[None, :]
@@ -417,7 +444,8 @@ def _gates_of_one(
         gdc_wait()
         gdc_launch_dependents()
     place = tl.program_id(1)
-    p_matrix = p_gates + tl.load(p_ids + place).to(tl.int64) * (2 * INNER * INPUTS)
+    MATRICES: tl.constexpr = 2 if has_two_of(ACTIVATION) else 1
+    p_matrix = p_gates + tl.load(p_ids + place).to(tl.int64) * (MATRICES * INNER * INPUTS)
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < INNER
     b_sums, b_ups, b_squares = sums_of_one(
@@ -481,12 +509,14 @@ def _downs_of_one(
 @triton.jit(do_not_specialize=["tokens", "most"])
 def _choose_in_blocks(
     p_products,
+    p_scales,
     p_weights,
     p_places,
     p_owners,
     p_taken,
     tokens,
     most,
+    HAS_SCALES: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr,
     SUMS_TO_ONE: tl.constexpr,
@@ -506,7 +536,18 @@ def _choose_in_blocks(
     m_token = o_token < tokens
     o_expert = tl.arange(0, BLOCK)
     _, b_weights, b_place = _chosen(
-        p_products, o_token, m_token, EXPERTS, CHOSEN, SUMS_TO_ONE, TOKENS, BLOCK, HALVINGS, PLACES
+        p_products,
+        p_scales,
+        o_token,
+        m_token,
+        HAS_SCALES,
+        EXPERTS,
+        CHOSEN,
+        SUMS_TO_ONE,
+        TOKENS,
+        BLOCK,
+        HALVINGS,
+        PLACES,
     )
     o_place = tl.arange(0, PLACES)
     m_weights = m_token[:, None] & (o_place < CHOSEN)[None, :]
@@ -556,7 +597,7 @@ def _products_of_blocks(
     m_tokens = o_place < tl.load(p_taken + block)
     b_pair = tl.load(p_places + block * TOKENS + o_place, mask=m_tokens, other=0).to(tl.int64)
     p_tokens = p_states + b_pair // CHOSEN * INPUTS
-    MATRICES: tl.constexpr = 1 if ACTIVATION == 0 else 2
+    MATRICES: tl.constexpr = 2 if has_two_of(ACTIVATION) else 1
     p_matrix = p_matrices + expert.to(tl.int64) * (MATRICES * OUTPUTS * INPUTS)
     o_rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_rows = o_rows < OUTPUTS
@@ -569,7 +610,7 @@ def _products_of_blocks(
         b_states = tl.load(p_tokens[None, :] + o_in[:, None], mask=m_states, other=0.0)
         b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "")
         b_sums = tl.dot(b_tile, b_states, b_sums, input_precision="ieee")
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_tile = rows_of(p_matrix, o_rows + OUTPUTS, o_in, m_rows, m_in, INPUTS, IS_EVEN, "")
             b_ups = tl.dot(b_tile, b_states, b_ups, input_precision="ieee")
     if ACTIVATION > 0:

@@ -88,7 +88,7 @@ def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None
     )
     most, merged = triton.next_power_of_2(runs), _MERGED if query_count <= _FEW else _MERGED_OF_MANY
     merged = min(merged, max(_MERGED, _MOST_MERGED // most))
-    _merge_runs[(triton.cdiv(head_dim, merged), query_heads, query_count)](
+    merge_runs[(triton.cdiv(head_dim, merged), query_heads, query_count)](
         states,
         lses,
         regions,
@@ -102,7 +102,7 @@ def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None
 
 
 @triton.jit
-def _ends_of(p_line, SELECTS: tl.constexpr):
+def ends_of(p_line, SELECTS: tl.constexpr):
     """How many reads the query of a line has, or those of lines have."""
     if SELECTS:
         _, _, end = reads_of(p_line, True)
@@ -118,14 +118,14 @@ def _ends_of(p_line, SELECTS: tl.constexpr):
 
 
 @triton.jit
-def _runs_of(
+def runs_of(
     p_regions, query_count, FIELDS: tl.constexpr, RUNS: tl.constexpr, SELECTS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Of each query, how many runs there are, at least one; and the tiles of a run."""
     o_n = tl.arange(0, BLOCK_N)
     p_lines = p_regions + tl.minimum(o_n, query_count - 1) * FIELDS
-    b_tiles = tl.where(o_n < query_count, tl.cdiv(_ends_of(p_lines, SELECTS), BLOCK_S), 0)
+    b_tiles = tl.where(o_n < query_count, tl.cdiv(ends_of(p_lines, SELECTS), BLOCK_S), 0)
     tiles = tl.maximum(tl.cdiv(tl.sum(b_tiles, axis=0), RUNS), 1)
     return tl.where(o_n < query_count, tl.maximum(tl.cdiv(b_tiles, tiles), 1), 0), tiles
 
@@ -184,7 +184,7 @@ def _attend_run(
     head = tl.program_id(0)
     number = tl.program_id(1)
     heads = tl.num_programs(0)
-    b_runs, tiles = _runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
+    b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
     if query < query_count:
@@ -202,7 +202,7 @@ def _attend_run(
         own = tl.load(p_line) + head * tl.load(p_line + in_line("HEAD_SLOTS")) - begin
         behind = (prefix - own) * ROW
         first = part * tiles * BLOCK_S
-        end = tl.minimum(_ends_of(p_line, SELECTS), first + tiles * BLOCK_S)
+        end = tl.minimum(ends_of(p_line, SELECTS), first + tiles * BLOCK_S)
         floor = tl.where(ring > 0, tl.maximum(floor, sink), tl.maximum(floor, 0))
         # All slots between these two are seen.
         all_from = tl.where(ring > 0, end, tl.maximum(floor, sink_floor))
@@ -298,7 +298,7 @@ def _attend_run(
 
 
 @triton.jit(do_not_specialize=["query_count"])
-def _merge_runs(
+def merge_runs(
     p_states,
     p_lses,
     p_regions,
@@ -318,7 +318,7 @@ def _merge_runs(
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = tl.program_id(2)
-    b_runs, _ = _runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
+    b_runs, _ = runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
     before = tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.triton.experts import MixtureOfExperts
 from inference_engine.kernels.triton.heads import place_heads
+from inference_engine.kernels.triton.latent_heads import head_products, place_latent
 from inference_engine.kernels.triton.products import Products
 from inference_engine.kernels.triton.row_norm import gated_norm, norm_of, sigmoid_gate
 from inference_engine.kernels.triton.state_rules import TritonStates
@@ -25,6 +26,8 @@ def _opened(*, is_invariant: bool) -> Fused:
     return Fused(
         product=products,
         place_heads=place_heads,
+        place_latent=place_latent,
+        head_products=head_products,
         norm=norm_of,
         gated_norm=gated_norm,
         sigmoid_gate=sigmoid_gate,

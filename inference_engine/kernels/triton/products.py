@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from inference_engine.kernels.fused import RowNorm
+from inference_engine.kernels.fused import SQUARES, RowNorm
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.quantised import (
@@ -54,8 +54,19 @@ _FEW_UNPACKED = 32  # tokens, for which a matrix in fewer bits has smaller tiles
 _LEAST = 16  # tokens of a tile
 _TOGETHER = 8  # tiles of rows whose programs follow each other
 
-_NONE, _SILU, _GELU_TANH = 0, 1, 2
-ACTIVATIONS = {None: _NONE, "silu": _SILU, "gelu_tanh": _GELU_TANH}
+# By their number in kernels.
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, SQUARES: 3}
+
+
+def has_two(activation: str | None) -> bool:
+    """Are the products of one half of a matrix multiplied with those of the other?"""
+    return activation not in (None, SQUARES)
+
+
+@triton.constexpr_function
+def has_two_of(activation):
+    """The same of its number."""
+    return activation in (1, 2)
 
 
 class Products:
@@ -86,7 +97,8 @@ class Products:
                 # Its numbers, for as long as they are multiplied: a matrix's worth of memory, which the next one gets.
                 matrix = unpacked(matrix, states.dtype)
             return _product_of_library(states, matrix, bias=bias, norm=norm, residual=residual, activation=activation)
-        outputs = len(matrix) if activation is None else len(matrix) // 2
+        is_gated = has_two(activation)
+        outputs = len(matrix) // 2 if is_gated else len(matrix)
         if norm is not None and not is_alone:
             states, norm = norm_of(states, norm), None
         out = torch.empty((count, outputs), dtype=states.dtype, device=states.device)
@@ -108,7 +120,7 @@ class Products:
         is_grouped = groups > 1 or constants["FORMAT"] == INT4
         groups_of = {"GROUP": group, "GROUPS": groups, "HAS_ZEROS": zeros is not codes}
         if is_alone and is_grouped:
-            tile = tile_of_groups(outputs, inputs, is_fp8=constants["FORMAT"] == FP8, is_gated=activation is not None)
+            tile = tile_of_groups(outputs, inputs, is_fp8=constants["FORMAT"] == FP8, is_gated=is_gated)
             _product_of_groups[(triton.cdiv(outputs, tile.rows),)](
                 *read,
                 zeros,
@@ -127,7 +139,7 @@ class Products:
             return out
         if is_alone:
             rule = tile_of_one if isinstance(matrix, Tensor) else tile_of_bytes
-            tile = rule(outputs, inputs, is_gated=activation is not None)
+            tile = rule(outputs, inputs, is_gated=is_gated)
             _product_of_one[(triton.cdiv(outputs, tile.rows),)](
                 *read,
                 *around,
@@ -143,7 +155,7 @@ class Products:
                 **chained(out.device),
             )
             return out
-        matrices = 1 if activation is None else 2
+        matrices = 2 if is_gated else 1
         if count <= FEW:
             tokens = max(_LEAST, triton.next_power_of_2(count))
             tile = tile_of_some(outputs, inputs, states.element_size(), tokens, matrices)
@@ -225,8 +237,8 @@ def _product_of_library(
 
 
 def gated_tokens(sums: Tensor, activation: str) -> Tensor:
-    """The activation of the first half of sums [N, 2 I], times the second half."""
-    count, outputs = sums.shape[0], sums.shape[1] // 2
+    """The activation of the first half of sums [N, 2 I], times the second half; by SQUARES, of all of them."""
+    count, outputs = sums.shape[0], sums.shape[1] // (2 if has_two(activation) else 1)
     out = torch.empty((count, outputs), dtype=sums.dtype, device=sums.device)
     block = min(2048, triton.next_power_of_2(outputs))
     _gate_tokens[(count, triton.cdiv(outputs, block))](
@@ -243,11 +255,16 @@ def gated_tokens(sums: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def gated_sums(b_gate, b_up, ACTIVATION: tl.constexpr):
-    """Activation 1 is silu; 2 is gelu by its tanh formula, which is gate · sigmoid(2 · inner)."""
+    """Activation 1 is silu; 2 is gelu by its tanh formula, which is gate · sigmoid(2 · inner); 3 squares the gate."""
     b_inner = b_gate
     if ACTIVATION == 2:
         b_inner = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    return b_gate / (1.0 + tl.exp(-b_inner)) * b_up
+    if ACTIVATION == 3:
+        b_out = tl.maximum(b_gate, 0.0)
+        b_out *= b_out
+    else:
+        b_out = b_gate / (1.0 + tl.exp(-b_inner)) * b_up
+    return b_out
 
 
 @triton.jit
@@ -258,8 +275,12 @@ def _gate_tokens(p_sums, p_out, outputs, ACTIVATION: tl.constexpr, BLOCK: tl.con
     token = tl.program_id(0).to(tl.int64)
     o_out = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_out = o_out < outputs
-    b_gate = tl.load(p_sums + 2 * token * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
-    b_up = tl.load(p_sums + (2 * token + 1) * outputs + o_out, mask=m_out, other=0.0).to(tl.float32)
+    MATRICES: tl.constexpr = 2 if has_two_of(ACTIVATION) else 1
+    p_row = p_sums + MATRICES * token * outputs + o_out
+    b_gate = tl.load(p_row, mask=m_out, other=0.0).to(tl.float32)
+    b_up = b_gate
+    if has_two_of(ACTIVATION):
+        b_up = tl.load(p_row + outputs, mask=m_out, other=0.0).to(tl.float32)
     b_out = gated_sums(b_gate, b_up, ACTIVATION)
     tl.store(p_out + token * outputs + o_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
@@ -312,7 +333,7 @@ def _product_of_one(
         m_in = o_in < INPUTS
         b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
         b_up_tile = b_tile
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_up_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
         if CHAINED:
             gdc_wait()
@@ -329,7 +350,7 @@ def _product_of_one(
     b_up = tl.sum(b_ups, axis=1)
     if FORMAT > 0:
         b_out *= scales_of(p_scales, o_rows, m_rows, 0, 1)
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_up *= scales_of(p_scales, o_rows + outputs, m_rows, 0, 1)
     if HAS_NORM:
         b_scale = tl.rsqrt(tl.sum(b_squares, axis=0) / INPUTS + epsilon)
@@ -364,7 +385,7 @@ def sums_of_one(
         b_states, b_squares = normed_states(p_states, p_norm, b_squares, o_in, INPUTS, HAS_NORM, ADDS_ONE)
         b_tile = rows_of(p_matrix, o_rows, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
         b_sums += b_tile.to(tl.float32) * b_states[None, :]
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, "evict_first")
             b_ups += b_tile.to(tl.float32) * b_states[None, :]
     return b_sums, b_ups, b_squares
@@ -388,7 +409,7 @@ def _end_of_one(
     if HAS_BIAS:
         b_out += tl.load(p_bias + o_rows, mask=m_rows, other=0.0).to(tl.float32)
     if ACTIVATION > 0:
-        if HAS_BIAS:
+        if HAS_BIAS and has_two_of(ACTIVATION):
             b_up += tl.load(p_bias + outputs + o_rows, mask=m_rows, other=0.0).to(tl.float32)
         b_out = gated_sums(b_out, b_up, ACTIVATION)
     if HAS_RESIDUAL:
@@ -460,7 +481,7 @@ def _product_of_groups(
             p_matrix, p_scales, p_zeros, b_low, b_high, o_rows, o_group, m_rows, GROUP, GROUPS, FORMAT, HAS_ZEROS,
             INPUTS,
         )  # fmt: skip
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_ups += group_products(
                 p_matrix, p_scales, p_zeros, b_low, b_high, o_rows + outputs, o_group, m_rows, GROUP, GROUPS, FORMAT,
                 HAS_ZEROS, INPUTS,
@@ -516,7 +537,7 @@ def _sums_of_part(
                 b_sums, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows, m_rows, GROUP, GROUPS, HAS_ZEROS,
                 PACKED,
             )  # fmt: skip
-            if ACTIVATION > 0:
+            if has_two_of(ACTIVATION):
                 b_ups = sums_of_codes(
                     b_ups, p_matrix, p_scales, p_zeros, b_low, b_high, first, o_rows + outputs, m_rows, GROUP, GROUPS,
                     HAS_ZEROS, PACKED,
@@ -532,7 +553,7 @@ def _sums_of_part(
             else:
                 b_part = tl.dot(b_tile, b_states, input_precision="ieee")
                 b_sums += b_part * scales_of(p_scales, o_rows, m_rows, first // GROUP, GROUPS)[:, None]
-            if ACTIVATION > 0:
+            if has_two_of(ACTIVATION):
                 b_tile = rows_of(p_matrix, o_rows + outputs, o_in, m_rows, m_in, INPUTS, IS_EVEN, KEPT)
                 b_tile = numbers_of_floats(b_tile, b_states, PACKED)
                 if GROUPS == 1:
@@ -611,9 +632,9 @@ def _product_of_some(
             IS_EVEN, KEPT, TOKENS, ROWS, WIDTH,
         )  # fmt: skip
         o_tile = tl.arange(0, ROWS)[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
-        p_mine = p_held + row_tile * (PARTS * ROWS * TOKENS * (1 if ACTIVATION == 0 else 2))
+        p_mine = p_held + row_tile * (PARTS * ROWS * TOKENS * (2 if has_two_of(ACTIVATION) else 1))
         tl.store(p_mine + part * (ROWS * TOKENS) + o_tile, b_sums)
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             tl.store(p_mine + (PARTS + part) * (ROWS * TOKENS) + o_tile, b_ups)
         # All threads have stored before the count rises; the last program adds up all parts, in their order.
         tl.debug_barrier()
@@ -623,11 +644,11 @@ def _product_of_some(
         tl.store(p_arrived + row_tile, 0)
         b_sums = tl.load(p_mine + o_tile, cache_modifier=".cg")
         b_ups = b_sums
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_ups = tl.load(p_mine + PARTS * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
         for other in tl.static_range(1, PARTS):
             b_sums += tl.load(p_mine + other * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
-            if ACTIVATION > 0:
+            if has_two_of(ACTIVATION):
                 b_ups += tl.load(p_mine + (PARTS + other) * (ROWS * TOKENS) + o_tile, cache_modifier=".cg")
     else:
         b_sums, b_ups = _sums_of_part(
@@ -645,12 +666,12 @@ def _product_of_some(
             b_ups += b_next_up
     if FORMAT == 1 and GROUPS == 1:
         b_sums *= scales_of(p_scales, o_rows, m_rows, 0, 1)[:, None]
-        if ACTIVATION > 0:
+        if has_two_of(ACTIVATION):
             b_ups *= scales_of(p_scales, o_rows + outputs, m_rows, 0, 1)[:, None]
     if HAS_BIAS:
         b_sums += tl.load(p_bias + o_rows, mask=m_rows, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION > 0:
-        if HAS_BIAS:
+        if HAS_BIAS and has_two_of(ACTIVATION):
             b_ups += tl.load(p_bias + outputs + o_rows, mask=m_rows, other=0.0).to(tl.float32)[:, None]
         b_sums = gated_sums(b_sums, b_ups, ACTIVATION)
     o_out = o_tokens[None, :].to(tl.int64) * outputs + o_rows[:, None]

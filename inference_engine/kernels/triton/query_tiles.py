@@ -55,13 +55,15 @@ class Tiling(NamedTuple):
 
 
 _OF_FEW, _OF_MANY = Tiling(32, 64, 4, 3, 2), Tiling(128, 64, 8, 3, 1)
-_OF_WIDE, _OF_FLOATS = Tiling(64, 64, 4, 2, 1), Tiling(32, 32, 4, 1, 1)
+_OF_WIDE, _OF_WIDEST, _OF_FLOATS = Tiling(64, 64, 4, 2, 1), Tiling(64, 32, 8, 2, 1), Tiling(32, 32, 4, 1, 1)
 
 
 def _tiling(rows: int, width: int, itemsize: int) -> Tiling:
     """rows: that there are. width: numbers of a key."""
     if itemsize > 2:
         return _OF_FLOATS
+    if width > 256:
+        return _OF_WIDEST  # as much as fits beside the queries
     if width > 128:
         return _OF_WIDE
     return _OF_FEW if rows <= _OF_FEW.rows else _OF_MANY

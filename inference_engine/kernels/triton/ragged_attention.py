@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.reads import FIELDS, AttentionByRecord, AttentionCall
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
+from inference_engine.kernels.triton.latent_attention import attend_latent
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.query_tiles import attend_tiles
 from inference_engine.kernels.triton.tiles import shared_bytes
@@ -129,7 +130,9 @@ def _attend_in_one_order(call: AttentionCall, out: Tensor) -> None:
         )
 
 
-attend_ragged = AttentionByRecord(name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES, is_even=True)
+attend_ragged = AttentionByRecord(
+    name="triton", regions=_attend_regions, alone_upto=_FEW_QUERIES, is_even=True, latent=attend_latent
+)
 # Queries of each record are served in one way, however many there are.
 attend_invariant = AttentionByRecord(name="triton in one order", regions=_attend_in_one_order, is_even=True)
 

@@ -12,8 +12,8 @@ from inference_engine.kernels.fused import RowNorm
 from inference_engine.kernels.triton.dependent_launch import chained
 
 
-def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) -> Tensor:
-    """See `Norm`."""
+def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+    """See `NormKernel`."""
     count, inputs = states.shape
     out = torch.empty_like(states)
     block = triton.next_power_of_2(inputs)
@@ -21,11 +21,13 @@ def norm_of(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None) ->
         states,
         norm.weights,
         states if residual is None else residual,
+        states if scale is None else scale,
         out,
         norm.epsilon,
         INPUTS=inputs,
         ADDS_ONE=norm.adds_one,
         HAS_RESIDUAL=residual is not None,
+        HAS_SCALE=scale is not None,
         BLOCK=block,
         num_warps=4 if block <= 4096 else 8,
         **chained(states.device),
@@ -81,11 +83,13 @@ def _norm_tokens(
     p_states,
     p_norm,
     p_residual,
+    p_scale,
     p_out,
     epsilon,
     INPUTS: tl.constexpr,
     ADDS_ONE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -102,6 +106,8 @@ def _norm_tokens(
     b_out = b_states * tl.rsqrt(tl.sum(b_states * b_states, axis=0) / INPUTS + epsilon) * b_factor
     if HAS_RESIDUAL:
         b_out += tl.load(p_residual + o_token + o_in, mask=m_in, other=0.0).to(tl.float32)
+    if HAS_SCALE:
+        b_out *= tl.load(p_scale).to(tl.float32)
     tl.store(p_out + o_token + o_in, b_out.to(p_out.dtype.element_ty), mask=m_in)
 
 

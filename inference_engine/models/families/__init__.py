@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.families import delta_rule, gemma, llama, mixtures, short_convolution, state_space
+from inference_engine.models.families import delta_rule, gemma, latent, llama, mixtures, short_convolution, state_space
 from inference_engine.models.families.family import Family, Scalar
 from inference_engine.models.families.list_writer import LANES, ListWriter
 from inference_engine.models.operations import NoStepListError, StepList
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {
         kind: each
-        for module in (llama, gemma, mixtures, delta_rule, short_convolution, state_space)
+        for module in (llama, gemma, mixtures, latent, delta_rule, short_convolution, state_space)
         for each in module.FAMILIES
         for kind in each.model_types
     }
@@ -47,7 +47,7 @@ def check_family(config: Any) -> Family[Any]:
     """The family of a text model's configuration. Raises NoStepListError if there is no list for models of its kind."""
     if (family := FAMILIES.get(config.model_type)) is None:
         raise NoStepListError(f"no list of operations for the model type {config.model_type!r} yet")
-    if "head_dim" in (getattr(config, "per_layer_attributes", None) or ()):
+    if getattr(config, "kv_lora_rank", None) or "head_dim" in (getattr(config, "per_layer_attributes", None) or ()):
         return family  # the list checks each layer's
     heads = getattr(config, "num_attention_heads", None)
     dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)

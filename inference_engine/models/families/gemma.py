@@ -88,7 +88,6 @@ def _feed_forward(step: ListWriter, layer: ListedLayer, config: Gemma4Config) ->
     routed = step.register("routed", config.hidden_size)
     step.norm(f"{prefix}router.scale", "hidden", routed)
     step.scale(routed, float(config.hidden_size) ** -0.5)
-    step.norm(f"{prefix}pre_feedforward_layernorm_2", "hidden", "normed")
     step.experts(
         prefix,
         Router(chosen=config.top_k_experts, sums_to_one=True),
@@ -97,6 +96,7 @@ def _feed_forward(step: ListWriter, layer: ListedLayer, config: Gemma4Config) ->
         gate="router.proj",
         scales=f"{prefix}router.per_expert_scale",
         chooses_by=routed,
+        norm=f"{prefix}pre_feedforward_layernorm_2",
     )
     step.norm(f"{prefix}post_feedforward_layernorm_2", "delta", "delta")
     step.add(output, "delta")

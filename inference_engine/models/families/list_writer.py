@@ -17,6 +17,7 @@ from inference_engine.models.operations import (
     Arrange,
     Attend,
     AttendEarlier,
+    AttendLatent,
     Convolve,
     DeltaRule,
     Embed,
@@ -197,6 +198,64 @@ class ListWriter:
         if is_gated:
             self.operations.append(SigmoidGate(input=mixed, gate=gates, output=mixed))
         self.product(mixed, "delta", f"{prefix}{names[2]}")
+
+    def attend_latent(
+        self,
+        layer: ListedLayer,
+        *,
+        own: int,
+        value: int,
+        scaling: float,
+        pairs: bool,
+        keeps_pairs: bool,
+        query_rank: int | None,
+        epsilon: float,
+    ) -> None:
+        """delta = latent attention of normed: `q_proj`, or `q_a_proj`, a norm and `q_b_proj`; `kv_a_proj_with_mqa`, a
+        norm, `kv_b_proj` and `o_proj`. epsilon: of both norms. The others: as `AttendLatent` has them.
+        """
+        geometry, prefix = layer.geometry, f"{layer.prefix}self_attn."
+        assert geometry is not None and layer.stored is not None, "it has attention"
+        heads, rank, width = geometry.query_heads, geometry.value_dim, geometry.head_dim
+        turned = width - rank
+        if not geometry.entry.value_in_key or geometry.is_indexed or geometry.rotary == IMMOVABLE:
+            raise NoStepListError(f"layer {layer.index} does not keep a compressed vector and rotated numbers alone")
+        for name, size in {"kv_lora_rank": rank, "qk_nope_head_dim": own, "v_head_dim": value}.items():
+            if size < 1:
+                raise NoStepListError(f"layer {layer.index}: {name} is {size}")
+        queries, latent, offset = heads * (own + turned), "", 0
+        if query_rank is None:  # one product for both
+            latent, offset = self.register("latent heads", queries + width), queries
+            self.product("normed", latent, f"{prefix}q_proj", f"{prefix}kv_a_proj_with_mqa")
+            given = latent
+        else:
+            normed = self.register("normed ranks", query_rank)
+            latent, given = self.register("latent", width), self.register("latent queries", queries)
+            self.product("normed", latent, f"{prefix}kv_a_proj_with_mqa")
+            self.product("normed", self.register("query ranks", query_rank), f"{prefix}q_a_proj")
+            self._norm(f"{prefix}q_a_layernorm", "query ranks", normed, width=query_rank, epsilon=epsilon)
+            self.product(normed, given, f"{prefix}q_b_proj")
+        mixed = self.register("mixed", heads * value)
+        self.operations.append(
+            AttendLatent(
+                input=given,
+                latent=latent,
+                output=mixed,
+                layer=layer.stored,
+                scaling=scaling,
+                norm=self._own(f"{prefix}kv_a_layernorm.weight"),
+                epsilon=epsilon,
+                rotary=geometry.rotary,
+                matrix=self._own(f"{prefix}kv_b_proj.weight"),
+                heads=heads,
+                own=own,
+                value=value,
+                offset=offset,
+                pairs=pairs,
+                keeps_pairs=keeps_pairs,
+            )
+        )
+        self.product(mixed, "delta", f"{prefix}o_proj")
 
     def _share(self, layer: ListedLayer, heads: str, order: tuple[int, ...], weights: str) -> None:
         """Queries, keys and values as entries have them that share numbers; see `models/keyed_values.py`. weights: of
@@ -406,13 +465,14 @@ class ListWriter:
         scales: str | None = None,
         gate: str = "gate",
         chooses_by: str = "normed",
+        norm: str | None = None,
         registers: tuple[str, str] = ("normed", "delta"),
     ) -> None:
         """delta = the mixture of `count` experts of normed, which `router` chooses by the logits of `gate`.
 
         activation: under transformers' name; `relu2` of experts without a gate. bias: the tensor that the router adds
         to scores. scales: the tensor of each expert's factor. chooses_by: the register of which the logits are made.
-        registers: in place of normed and delta.
+        norm: of hidden, for what they multiply. registers: in place of normed and delta.
         """
         try:
             router.check(count)
@@ -420,6 +480,8 @@ class ListWriter:
             raise NoStepListError(str(error)) from error
         logits = self.register("router", count)
         self.product(chooses_by, logits, f"{prefix}{gate}")
+        if norm is not None:
+            self.norm(norm, "hidden", registers[0])
         squares = activation == SQUARED
         parts = ("up_proj", "down_proj") if squares else ("gate_proj", "up_proj", "down_proj")
         matrices = ([self._own(f"{prefix}experts.{expert}.{part}.weight") for part in parts] for expert in range(count))
@@ -501,13 +563,23 @@ class ListWriter:
             raise NoStepListError(f"{biases[0]} is there, and not a bias for each of {', '.join(modules)}")
         self.operations.append(Product(input=register, output=output, matrices=matrices, biases=biases, count=count))
 
-    def _norm(self, name: str, register: str, output: str, *, width: int, heads: int = 1, offset: int = 0) -> None:
+    def _norm(
+        self,
+        name: str,
+        register: str,
+        output: str,
+        *,
+        width: int,
+        heads: int = 1,
+        offset: int = 0,
+        epsilon: float | None = None,
+    ) -> None:
         self.operations.append(
             Norm(
                 input=register,
                 output=output,
                 weights=name if self.has(name) else self._own(f"{name}.weight"),
-                epsilon=self.epsilon,
+                epsilon=self.epsilon if epsilon is None else epsilon,
                 width=width,
                 heads=heads,
                 offset=offset,

@@ -69,8 +69,8 @@ def _mixtral(step: ListWriter, config: MixtureConfig) -> None:
     write(step, config, Router(chosen=config.num_experts_per_tok, sums_to_one=True))
 
 
-def _glm(step: ListWriter, config: MixtureConfig) -> None:
-    router = Router(
+def sigmoid_router(config: MixtureConfig) -> Router:
+    return Router(
         chosen=config.num_experts_per_tok,
         scores="sigmoid",
         sums_to_one=config.norm_topk_prob,
@@ -78,7 +78,10 @@ def _glm(step: ListWriter, config: MixtureConfig) -> None:
         groups=config.n_group,
         chosen_groups=config.topk_group,
     )
-    write(step, config, router)
+
+
+def _glm(step: ListWriter, config: MixtureConfig) -> None:
+    write(step, config, sigmoid_router(config))
 
 
 FAMILIES = (
