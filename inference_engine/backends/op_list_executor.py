@@ -25,7 +25,6 @@ from inference_engine.backends.fused_operations import FusedAttend, FusedExperts
 from inference_engine.backends.ranks.causal_plan import CausalPlan
 from inference_engine.backends.ranks.group import ALONE, RankGroup
 from inference_engine.backends.ranks.split_list import of_rank
-from inference_engine.kernels.expanded_attention import WholeEntries, attend_expanded, is_cheaper
 from inference_engine.kernels.fused import SQUARES, ExpertMatrices, Fused, LatentHeads, RopeTable, RowNorm, gated
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
@@ -45,6 +44,7 @@ from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
 from inference_engine.models.families import step_list
 from inference_engine.models.families.list_writer import HEAD
+from inference_engine.models.latent_attention import ListedQueries
 from inference_engine.models.mixers import original_name
 from inference_engine.models.operations import (
     Add,
@@ -98,37 +98,6 @@ class _State(PlainStep):
     @property
     def tables(self) -> StepTables:
         return self.plan if isinstance(self.plan, StepTables) else self.plan.tables
-
-
-@dataclass(frozen=True, slots=True)
-class _LatentQueries:
-    """Implements OwnQueries. queries: [N, H, own + rotated]."""
-
-    queries: Tensor
-    layer: LatentHeads
-    fused: Fused
-
-    @property
-    def chooses(self) -> bool:
-        return False
-
-    def absorbed(self, some: slice) -> Tensor:
-        queries, layer = self.queries[some], self.layer
-        found = queries.new_empty((*queries.shape[:2], layer.rank + queries.shape[2] - layer.own))
-        found[..., : layer.rank] = self.fused.head_products(queries[..., : layer.own], layer.halves[:, : layer.own])
-        found[..., layer.rank :] = queries[..., layer.own :]
-        return found
-
-    def output(self, out: Tensor) -> Tensor:
-        return self.fused.head_products(out, self.layer.halves[:, self.layer.own :].mT)
-
-    def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
-        queries, layer = self.queries[some], self.layer
-        value = layer.halves.shape[1] - layer.own
-        if not is_cheaper(len(queries), entries.keys.shape[1], rank=layer.rank, own=layer.own, value=value):
-            return None
-        compressed, rotated = entries.keys[0].tensor_split([layer.rank], dim=-1)
-        return attend_expanded(queries, compressed, rotated, layer.halves, entries.mask, scaling=scaling)
 
 
 class OpListExecutor:
@@ -428,7 +397,7 @@ class OpListExecutor:
             layer,
             state.turns[operation.rotary],
         )
-        own = _LatentQueries(queries, layer, self._fused)
+        own = ListedQueries(queries, layer, self._fused)
         scoring: dict[str, Any] = {"scaling": operation.scaling, "softcap": None, "head_sinks": None}
         out = plan.attend(operation.layer, queries.transpose(0, 1)[None], None, None, **scoring, own=own)
         state.registers[operation.output] = out.reshape(len(heads), -1)

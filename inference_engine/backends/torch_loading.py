@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _WHOLE = "start with tensor_parallel=1"
 _UNRECORDED = 16  # times as much work, from which on an operation pays in a step that is not recorded
-_LONG_LATENT_READS = 2**19
 MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
 
 
@@ -99,8 +98,6 @@ def serve_loaded(
     is_read = is_latent and not is_invariant and getattr(ops.attend_ragged, "latent", None) is not None
     if seam.has_head_sinks or not (is_read or all(layer.entry.has_one_size for layer in seam.layers)):
         ops = replace(ops, attends_together=False)
-    elif is_latent:  # long chunks read keys and values of all heads
-        ops = replace(ops, long_reads=_LONG_LATENT_READS)
     if not is_invariant and is_even and config.kernels != "plain":
         heads = [(each.query_heads, each.kv_heads, each.head_dim) for each in seam.layers]
         long = open_long_chunks(device, seam.dtype, heads, ops.merge_two)

@@ -19,19 +19,27 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from inference_engine.kernels.attention import attend_causal
 
 MOST_NUMBERS = 2**23  # of keys and values that are there at once
 MOST_SCORES = 2**20
+_MOST_FUSED = 2**29  # numbers, where fused operations need no scores
 
 
 @dataclass(frozen=True, slots=True)
 class WholeEntries:
-    """All that queries read, in one softmax: keys and values [Hkv, S, D], mask [T, S] as in `attend`."""
+    """All that queries read, in one softmax: keys and values [Hkv, S, D], mask [T, S] as in `attend`.
+
+    is_causal: in place of a mask, queries stand at the last T entries, and see all up to their own.
+    """
 
     keys: Tensor
     values: Tensor
     mask: Tensor | None
+    is_causal: bool = False
 
 
 class OwnQueries(Protocol):
@@ -55,6 +63,38 @@ def is_cheaper(queries: int, entries: int, *, rank: int, own: int, value: int) -
     """Does it take fewer multiplications than absorbed attention? The queries are the last of the entries."""
     pairs = queries * entries - queries * (queries - 1) // 2
     return (entries - queries) * rank * (own + value) < pairs * (2 * rank - own - value)
+
+
+def expanded_if_cheaper(
+    queries: Tensor, entries: WholeEntries, halves: Tensor, *, own: int, scaling: float
+) -> Tensor | None:
+    """`OwnQueries.expanded` of queries [T, H, own + rope]. Without a mask it always is: fused operations are fast."""
+    rank, value = halves.shape[2], halves.shape[1] - own
+    if not entries.is_causal and not is_cheaper(len(queries), entries.keys.shape[1], rank=rank, own=own, value=value):
+        return None
+    compressed, rotated = entries.keys[0].tensor_split([rank], dim=-1)
+    if entries.is_causal:
+        return _attend_causal_expanded(queries, compressed, rotated, halves, scaling=scaling)
+    return attend_expanded(queries, compressed, rotated, halves, entries.mask, scaling=scaling)
+
+
+def _attend_causal_expanded(
+    queries: Tensor, compressed: Tensor, rotated: Tensor, halves: Tensor, *, scaling: float
+) -> Tensor:
+    """As `attend_expanded`, by fused operations, which want values as large as keys: zeros are behind them."""
+    (count, heads, width), entries = queries.shape, len(compressed)
+    own = width - rotated.shape[1]
+    value = halves.shape[1] - own
+    widest, at_once = max(width, value), max(1, min(heads, _MOST_FUSED // (entries * 3 * width)))
+    out = queries.new_empty((count, heads, value))
+    for first in range(0, heads, at_once):
+        some = slice(first, min(first + at_once, heads))
+        made = torch.matmul(compressed, halves[some].mT)  # [H, S, own + value]
+        keys, values = (made.new_zeros((len(made), entries, widest)) for _ in range(2))
+        keys[..., :own], keys[..., own:width], values[..., :value] = made[..., :own], rotated, made[..., own:]
+        asked = F.pad(queries[:, some], (0, widest - width))
+        out[:, some] = attend_causal(asked, keys, values, scaling=scaling)[..., :value]
+    return out
 
 
 def attend_expanded(

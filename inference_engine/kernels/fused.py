@@ -155,8 +155,8 @@ class PlaceLatent(Protocol):
 
 
 class HeadProducts(Protocol):
-    def __call__(self, states: Tensor, matrices: Tensor) -> Tensor:
-        """[N, H, O] of states [N, H, K] and matrices [H, K, O], of any strides."""
+    def __call__(self, states: Tensor, matrices: Tensor, *, rest: Tensor | None = None) -> Tensor:
+        """[N, H, O] of states [N, H, K] and matrices [H, K, O], of any strides. rest: [N, H, R], behind it."""
 
 
 class NormKernel(Protocol):
@@ -300,9 +300,10 @@ def place_latent(
     return torch.cat((own, layer.turned(rotated.float(), turn).to(queries.dtype)), dim=-1)
 
 
-def head_products(states: Tensor, matrices: Tensor) -> Tensor:
+def head_products(states: Tensor, matrices: Tensor, *, rest: Tensor | None = None) -> Tensor:
     """See `HeadProducts`."""
-    return torch.bmm(states.transpose(0, 1), matrices).transpose(0, 1)
+    found = torch.bmm(states.transpose(0, 1), matrices).transpose(0, 1)
+    return found if rest is None else torch.cat((found, rest), dim=-1)
 
 
 def norm(states: Tensor, norm: RowNorm, *, residual: Tensor | None = None, scale: Tensor | None = None) -> Tensor:

@@ -300,7 +300,8 @@ class StepPlan:
         read; padded, they always get the same."""
         is_whole = own.chooses or self._geometry.token_quantum == 1
         entries = view.whole(layer, buffer) if is_whole else None
-        assert entries is not None or not own.chooses, "a strategy that hides entries from an indexer has to be refused"
+        is_seen = entries is not None and not entries.is_causal  # an indexer chooses by a mask
+        assert is_seen or not own.chooses, "a strategy that hides entries from an indexer has to be refused"
         is_plain = scoring.softcap is None and scoring.head_sinks is None
         out = own.expanded(some, entries, scaling=scoring.scaling) if entries is not None and is_plain else None
         return own.output(view.read(layer, own.absorbed(some), buffer, scoring)) if out is None else out

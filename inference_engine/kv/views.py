@@ -212,6 +212,9 @@ class CausalView(View):
     attend_causal: CausalAttention
     first: int = 0
 
+    def whole(self, layer: int, buffer: KVBuffer) -> WholeEntries:
+        return WholeEntries(*self.region.pair(buffer, layer, 0, self.count), None, is_causal=True)
+
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:
         return self.attend_causal(
             queries,

@@ -256,8 +256,12 @@ CONFIG_KEYS = _keys(
     ("num_experts", HONOURED, "the old name, read where the former is not there"),
     ("num_experts_per_tok moe_intermediate_size norm_topk_prob", HONOURED, "mixtures of experts"),
     ("n_routed_experts n_shared_experts shared_expert_intermediate_size", HONOURED, "mixtures of experts"),
-    ("n_group topk_group routed_scaling_factor", HONOURED, "how experts are chosen and weighed"),
-    ("decoder_sparse_step mlp_only_layers first_k_dense_replace", HONOURED, "which layers have experts"),
+    ("n_group topk_group topk_method routed_scaling_factor", HONOURED, "how experts are chosen and weighed"),
+    (
+        "decoder_sparse_step mlp_only_layers first_k_dense_replace mlp_layer_types",
+        HONOURED,
+        "which layers have experts",
+    ),
     (
         "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
         HONOURED,

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from inference_engine.errors import ModelError
-from inference_engine.kernels.expanded_attention import OwnQueries, WholeEntries, attend_expanded, is_cheaper
+from inference_engine.kernels.expanded_attention import OwnQueries, WholeEntries, expanded_if_cheaper, is_cheaper
+from inference_engine.kernels.fused import Fused, LatentHeads
 from inference_engine.models.quantised_linear import QuantisedLinear
 
 _EXPANDED = "kv_b_proj"
@@ -164,10 +165,30 @@ class LatentQueries:
 
     def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
         queries, halves = self.queries[:, some].transpose(0, 1), self.halves
-        if not self.is_cheaper_expanded(len(queries), entries.keys.shape[1]):
-            return None
-        compressed, rotated = entries.keys[0].tensor_split([halves.rank], dim=-1)
-        return attend_expanded(queries, compressed, rotated, halves.by_head, entries.mask, scaling=scaling)
+        return expanded_if_cheaper(queries, entries, halves.by_head, own=halves.key, scaling=scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedQueries:
+    """Implements OwnQueries for a list's executor. queries: [N, H, own + rotated]."""
+
+    queries: Tensor
+    layer: LatentHeads
+    fused: Fused
+
+    @property
+    def chooses(self) -> bool:
+        return False
+
+    def absorbed(self, some: slice) -> Tensor:
+        own, rotated = self.queries[some].tensor_split([self.layer.own], dim=-1)
+        return self.fused.head_products(own, self.layer.halves[:, : self.layer.own], rest=rotated)
+
+    def output(self, out: Tensor) -> Tensor:
+        return self.fused.head_products(out, self.layer.halves[:, self.layer.own :].mT)
+
+    def expanded(self, some: slice, entries: WholeEntries, *, scaling: float) -> Tensor | None:
+        return expanded_if_cheaper(self.queries[some], entries, self.layer.halves, own=self.layer.own, scaling=scaling)
 
 
 def is_latent(attention: nn.Module) -> bool:

@@ -349,7 +349,7 @@ class Add(Operation):
 
     def plain(self, step: PlainStep) -> None:
         states, added = step.registers[self.output], step.registers[self.input]
-        step.registers[self.output] = (states.float() + added.float() * self.factor).to(states.dtype)
+        step.registers[self.output] = states.add(added, alpha=self.factor)  # in float32, rounded once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,6 @@ from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.strategies import parse_strategy
-from inference_engine.models import latent_attention
 from inference_engine.models.families import check_family, step_list
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.seam import ATTENTION
@@ -277,7 +276,7 @@ def test_a_long_prompt_is_expanded_and_single_tokens_are_not(served: Served, mon
         found: torch.Tensor = expand(queries, compressed, *rest, **words)
         return found
 
-    monkeypatch.setattr(latent_attention, "attend_expanded", counted)
+    monkeypatch.setattr(expanded_attention, "attend_expanded", counted)
     with Engine(forward, EngineConfig(**SMALL)) as engine:
         session = engine.create_session().session_id
         engine.append(session, HISTORIES[2])

@@ -52,22 +52,27 @@ def place_latent(
     return out
 
 
-def head_products(states: Tensor, matrices: Tensor) -> Tensor:
+def head_products(states: Tensor, matrices: Tensor, *, rest: Tensor | None = None) -> Tensor:
     """See `HeadProducts`."""
     count, heads, inputs = states.shape
     if count > _FEW:
-        return by_library(states, matrices)
-    outputs = matrices.shape[2]
-    out = torch.empty((count, heads, outputs), dtype=states.dtype, device=states.device)
+        return by_library(states, matrices, rest=rest)
+    outputs, more = matrices.shape[2], 0 if rest is None else rest.shape[2]
+    behind = states if rest is None else rest
+    out = torch.empty((count, heads, outputs + more), dtype=states.dtype, device=states.device)
     _multiply_heads[(triton.cdiv(outputs, _ROWS), heads)](
         states,
         matrices,
+        behind,
         out,
         *states.stride()[:2],
+        *behind.stride()[:2],
         *matrices.stride(),
         TOKENS=count,
         INPUTS=inputs,
         OUTPUTS=outputs,
+        REST=more,
+        BLOCK_REST=triton.next_power_of_2(max(1, more)),
         ROWS=_ROWS,
         WIDTH=min(_WIDTH, triton.next_power_of_2(inputs)),
         num_warps=4,
@@ -154,15 +159,20 @@ def _place_latent(
 def _multiply_heads(
     p_states,
     p_matrices,
+    p_rest,
     p_out,
     token_row,
     head_row,
+    rest_token_row,
+    rest_head_row,
     matrix_row,
     input_row,
     output_row,
     TOKENS: tl.constexpr,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -183,5 +193,10 @@ def _multiply_heads(
             b_states = tl.load(p_states + token * token_row + head * head_row + o_in, mask=m_in, other=0.0)
             b_tile = tl.load(p_rows + o_in[None, :] * input_row, mask=m_row[:, None] & m_in[None, :], other=0.0)
             b_sums += b_tile.to(tl.float32) * b_states.to(tl.float32)[None, :]
-        p_to = p_out + (token * tl.num_programs(1) + head) * OUTPUTS + o_row
-        tl.store(p_to, tl.sum(b_sums, axis=1).to(p_out.dtype.element_ty), mask=m_row)
+        p_to = p_out + (token * tl.num_programs(1) + head) * (OUTPUTS + REST)
+        tl.store(p_to + o_row, tl.sum(b_sums, axis=1).to(p_out.dtype.element_ty), mask=m_row)
+        if REST > 0:
+            o_rest = tl.arange(0, BLOCK_REST)
+            m_rest = (o_rest < REST) & (tl.program_id(0) == 0)
+            b_rest = tl.load(p_rest + token * rest_token_row + head * rest_head_row + o_rest, mask=m_rest, other=0.0)
+            tl.store(p_to + OUTPUTS + o_rest, b_rest, mask=m_rest)

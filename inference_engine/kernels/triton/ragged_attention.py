@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from inference_engine.kernels.reads import FIELDS, AttentionByRecord, AttentionCall
 from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.few_queries import attend_few
-from inference_engine.kernels.triton.latent_attention import attend_latent
+from inference_engine.kernels.triton.latent_entries import attend_latent
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.query_tiles import attend_tiles
 from inference_engine.kernels.triton.tiles import shared_bytes

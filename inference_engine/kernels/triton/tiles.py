@@ -68,7 +68,7 @@ def tile_of_gates(inputs: int) -> Tile:
 def tile_of_downs(inputs: int, experts: int) -> Tile:
     """For one token and all experts that it chose: rows of each, which are read together, 16 numbers by a thread."""
     rows = max(1, 16 // experts)
-    width = max(64, min(256, triton.next_power_of_2(inputs)))
+    width = max(64, min(256 if inputs <= 1024 else 512, triton.next_power_of_2(inputs)))
     return Tile(rows, width, max(1, min(16, rows * experts * width // (16 * 32))))
 
 

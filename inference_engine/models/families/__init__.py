@@ -12,7 +12,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.kv.geometry import LayerGeometry
-from inference_engine.models.families import delta_rule, gemma, latent, llama, mixtures, short_convolution, state_space
+from inference_engine.models.families import (
+    deepseek,
+    delta_rule,
+    gemma,
+    llama,
+    mixtures,
+    short_convolution,
+    state_space,
+)
 from inference_engine.models.families.family import Family, Scalar
 from inference_engine.models.families.list_writer import LANES, ListWriter
 from inference_engine.models.operations import NoStepListError, StepList
@@ -23,7 +31,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, Family[Any]] = MappingProxyType(
     {
         kind: each
-        for module in (llama, gemma, mixtures, latent, delta_rule, short_convolution, state_space)
+        for module in (llama, gemma, mixtures, deepseek, delta_rule, short_convolution, state_space)
         for each in module.FAMILIES
         for kind in each.model_types
     }

@@ -21,7 +21,7 @@ from inference_engine.kernels.triton.few_queries import ends_of, merge_runs, run
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
-_PROGRAMS = 264  # two for each processor of a large GPU
+_PROGRAMS = 132  # one for each processor of a large GPU: more would write more states than there are entries to read
 _MOST_QUERIES = 1024  # of a launch, whose programs count through so many
 _LEAST, _MOST_ROWS = 16, 64  # queries and heads of a program
 _SLOTS, _STAGES = 32, 3
