@@ -154,6 +154,8 @@ def trying_no_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strategies", nargs="+", help="of tests/laws, the cases of these strategies alone")
     parser.addoption(
-        "--executor", choices=("mlx", "hybrid", "hybrid-native"), help="all of tests/laws on it, and on nothing else"
+        "--executor",
+        choices=("mlx", "hybrid", "hybrid-native", "ranks"),
+        help="all of tests/laws on it, and on nothing else",
     )
     parser.addoption("--checks-took", default="", help="wall time, and processor times as bash writes them")

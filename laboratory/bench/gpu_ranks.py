@@ -64,6 +64,7 @@ def both(shape: str, dtype: str, arguments: argparse.Namespace) -> Iterator[dict
                 forward = (open_torch if ranks == 1 else open_ranks)(config, admit(config))
                 forwards.append(forward)
                 engines[f"{ranks} of {arguments.device}"] = Engine(forward, _settings(arguments))
+            arguments.adds_by = forwards[-1].followers.group.name
             yield engines
         finally:
             for engine in engines.values():
@@ -178,13 +179,11 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     check_rounds(arguments)
     arguments.groups = groups_of(arguments.cells)
     arguments.longest = max([*(group.length for group in arguments.groups), *arguments.prefill]) + 4096
+    arguments.adds_by = ""
     left_out, values = LeftOut(arguments.seconds), dict[str, Any]()
-    is_gpu = arguments.device != "cpu"
-    sums = time_sums(arguments.tensor_parallel, arguments.rounds) if is_gpu else []
-    print(*sums, sep="\n", flush=True)
+    sums: list[dict[str, Any]] = []
     tokens: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
-    adds_by = sorted({side for row in sums for side in row if side not in ("rows", "bytes", "NCCL", "torch one-shot")})
 
     def payload() -> dict[str, Any]:
         return {
@@ -194,7 +193,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
                 "device": device_name(arguments.device),
                 "dtype": arguments.dtype,
                 "GPUs": arguments.tensor_parallel,
-                "they add up by": adds_by,
+                "they add up by": arguments.adds_by,
                 "rounds": arguments.rounds,
                 "tokens": arguments.tokens,
             },
@@ -206,15 +205,21 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
             "baseline": "the same weights on one GPU, in turns; of sums, NCCL and torch's one-shot in the same graphs",
         }
 
-    with get_context("spawn").Pool(1) as pool:  # a process has ranks of one model
-        tokens.append(pool.apply(compare_exactly, (arguments,)))
-    print(tokens[-1], flush=True)
     for shape in arguments.shapes:
         if left_out.is_late(shape):
             continue
         with both(shape, arguments.dtype, arguments) as engines:
+            steps += [{"shape": shape, **row} for row in measure(engines, shape, arguments, values)]
+            save(payload())
             tokens.append({"shape": shape, "dtype": arguments.dtype, **compare_tokens(engines, 64)})
             print(tokens[-1], flush=True)
-            steps += [{"shape": shape, **row} for row in measure(engines, shape, arguments, values)]
         save(payload())
+    if arguments.device != "cpu" and not left_out.is_late("sums"):
+        sums += time_sums(arguments.tensor_parallel, arguments.rounds)
+        print(*sums, sep="\n", flush=True)
+        save(payload())
+    if not left_out.is_late(f"tokens in {COMPARED[0]}"):
+        with get_context("spawn").Pool(1) as pool:  # a process has ranks of one model
+            tokens.append(pool.apply(compare_exactly, (arguments,)))
+        print(tokens[-1], flush=True)
     return payload()

@@ -2,9 +2,9 @@
 
 On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
 alone: `make laws-mlx`, which continuous integration runs. `--executor hybrid` runs them on a model of its own on torch,
-whose layers have recurrent states, `--executor hybrid-native` on one of the native backend; `make test` has some of
-those cases, `make test-further` one of each law and strategy. `--strategies` leaves the laws of the strategies it
-names.
+whose layers have recurrent states, `--executor hybrid-native` on one of the native backend, `--executor ranks` on a
+model in two parts; `make test` has some of those cases, `make test-further` one of each law and strategy.
+`--strategies` leaves the laws of the strategies it names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from inference_engine.backends.ranks.loading import STRATEGIES
 from inference_engine.config import has_mlx
 from inference_engine.engine import Engine
 from inference_engine.engine.results import SessionOpened
@@ -25,6 +26,7 @@ from tests import tiny
 from tests.further import make_further
 from tests.laws import variants
 from tests.laws.variants import by_turns
+from tests.parallel.in_threads import tiny_ranks
 from tests.tiny_native import run_on, tiny_native_hybrid
 
 HERE = Path(__file__).parent
@@ -61,7 +63,10 @@ GROWING = {"guaranteed": False, "growth": "best_effort"}
 MLX = "mlx"
 HYBRID, HYBRID_NATIVE = "hybrid", "hybrid-native"
 HYBRIDS = (HYBRID, HYBRID_NATIVE)
-BATCHED = (MLX, *HYBRIDS)  # they have batched mode alone
+RANKS = "ranks"
+# A rank has one pool: laws that compare engines side by side are not for them.
+ON_RANKS = ("test_drop_laws.py", "test_engine_laws.py", "test_forgetting_laws.py")
+BATCHED = (MLX, *HYBRIDS, RANKS)  # they have batched mode alone
 SOME = 1
 # With every variant, whose other values take turns. In the others, variants of one mechanism do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
@@ -82,6 +87,8 @@ def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(variants, "ROUNDING", 1e-2)
     if executor == HYBRID_NATIVE:
         run_on(tiny_native_hybrid, monkeypatch)
+    if executor == RANKS:
+        run_on(tiny_ranks, monkeypatch)
     if executor == MLX:
         from tests.mlx.tiny import tiny_mlx
 
@@ -151,7 +158,15 @@ def _can_be(item: pytest.Item) -> bool:
     grows = given.get("executor") == MLX and any(given.get(name) == value for name, value in GROWING.items())
     is_about_entries = given.get("executor") in HYBRIDS and getattr(item, "originalname", "") in OF_ENTRIES
     has_edges = given.get("executor") == HYBRID and _has_edges(given.get("strategy"))
-    return not grows and not is_about_entries and not has_edges and Mode.FIXED_SHAPE not in given.values()
+    is_refused = given.get("executor") == RANKS and not _runs_on_ranks(item, given.get("strategy"))
+    refused = grows or is_about_entries or has_edges or is_refused
+    return not refused and Mode.FIXED_SHAPE not in given.values()
+
+
+def _runs_on_ranks(item: pytest.Item, strategy: object) -> bool:
+    if not isinstance(strategy, KVStrategy) or strategy.options().get("codec"):
+        return False
+    return item.path.name in ON_RANKS and strategy.name in STRATEGIES
 
 
 def _has_edges(strategy: object) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -20,8 +22,10 @@ from inference_engine.backends.ranks.worker import Rank
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.compose import admit
 from inference_engine.config import ModelConfig
+from tests.tiny import tiny_model
 
 RANKS = 2
+_KEPT = ExitStack()
 _SECONDS = 30
 
 
@@ -101,3 +105,11 @@ def two_ranks(folder: Path, cache: Path) -> Iterator[TorchForward]:
         thread.join(_SECONDS)
         if followers.error is not None:
             raise followers.error
+
+
+@lru_cache(maxsize=2)
+def tiny_ranks(*, seed: int = 0, windowed: bool = True) -> TorchForward:
+    """TinyModel's first rank, as long as the tests run: the other is in a daemon thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model(seed=seed, windowed=windowed).save_pretrained(folder)
+        return _KEPT.enter_context(two_ranks(Path(folder), Path(folder)))
