@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from inference_engine.cli.text import TextStream
 from inference_engine.errors import ModelError
-from inference_engine.kv.strategies import parse_strategy
 from inference_engine.server.http.turn_ends import template_of
 from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
 
@@ -210,6 +209,7 @@ def load_chat_tokenizer(folder: Path, *, name: str, may_continue: bool = False) 
 def sdk_strategy(text: str) -> Strategy:
     """`sink_window:window=1024` as the SDK's value, by name where the SDK has no class for it. Raises ConfigError."""
     import kakeya
+    from inference_engine.kv.strategies import parse_strategy  # imports torch, which a client does without
 
     spec = parse_strategy(text)
     kind = getattr(kakeya, type(spec).__name__, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
@@ -227,6 +229,19 @@ def test_a_session_that_is_kept_goes_on_in_another_chat(chat: Chat, server: Serv
     with Client(server.target) as client:
         for one in client.sessions():
             client.session(one.id).close()
+
+
+def test_a_chat_with_a_server_that_runs_imports_no_torch(server: Server, tiny_folder: Path) -> None:
+    """Nor transformers: importing them takes longer than most answers."""
+    program = (
+        "import sys; from inference_engine.cli.main import main;"
+        f"print(main(['chat', '--model', {str(tiny_folder)!r}, '--target', {server.target!r}, '--max-tokens=3']));"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], input="Hello\n", capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.endswith("\n0\nset()\n"), done.stderr
 
 
 def test_a_message_that_does_not_fit_ends_the_chat_with_the_reason(
