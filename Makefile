@@ -31,6 +31,7 @@ OR_SHOW = >$(VENV)/site.log 2>&1 || { cat $(VENV)/site.log >&2; exit 1; }
 ARGS ?=
 EVALUATED ?= sink_window:window=64 restored:window=64 full:codec=lloyd4,exact_window=64 \
     gather:block=16,sink=16,window=256,budget=608
+VERSION ?=
 COUNT ?= 200
 FRONT ?= envoy haproxy tcp
 HOW ?= kill
@@ -49,7 +50,7 @@ endif
 WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults soak-replicas seeded-bugs
-.PHONY: clean sanitize fronts postgres
+.PHONY: clean release sanitize fronts postgres
 .PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
 
 help: ## this list
@@ -197,6 +198,9 @@ soak-replicas: $(DEVELOPED) ## servers on one database behind FRONT=envoy|haprox
 
 seeded-bugs: developed ## plant known bugs in a copy of the code, one by one; does the suite catch each? record in results/
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
+
+release: typescript ## all that a release is made of, in dist/: VERSION=0.1.0; uploads nothing
+	@$(BIN)/python scripts/release.py $(VERSION)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)
 	@rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

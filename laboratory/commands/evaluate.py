@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
         if importlib.util.find_spec("matplotlib"):
             draw(payload, path.parent)
         else:
-            logger.warning("no images: matplotlib is not installed")
+            logger.warning("no images: matplotlib is not installed; pip install 'kakeya-runtime[plots]'")
     for value_name, value in payload["values"].items():
         print(f"{value_name}: {shown(value['median'])} {value['unit']}")
     print(path)
