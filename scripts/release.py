@@ -60,6 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if wrong := {name: said for name, said in versions().items() if said != args.version}:
         sys.exit(f"not {args.version}: " + ", ".join(f"{name} is {said}" for name, said in wrong.items()))
+    if not (ROOT / f"tests/session/released/{args.version}.sql").exists():
+        sys.exit(f"first keep this version's folder: python -m tests.session.test_released_folders {args.version}")
     page = notes(args.version, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"))
     out = ROOT / "dist"
     if out.exists() and any(out.iterdir()):
