@@ -258,6 +258,7 @@ SPLIT = "tiny-00001-of-00005.gguf"
 # Tensors that no layer reads, by family, and how a refusal names them.
 EXTRA = (
     ("llama", "model.strange.weight", r"model\.strange\.weight"),
+    ("llama", "lm_head.bias", r"lm_head\.bias"),
     ("qwen3", "v_head.summary.weight", r"v_head\.summary\.weight"),
     ("mixtral", "model.layers.0.block_sparse_moe.experts.4.w1.weight", r"experts\.4\."),
     ("qwen35", "model.layers.0.linear_attn.strange", r"linear_attn\.strange"),

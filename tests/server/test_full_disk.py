@@ -50,6 +50,7 @@ CALLS: dict[str, Call] = {
 }
 READS = ("GetServerInfo", "GetSessionInfo", "ReadHistory", "ListSessions")
 READ, NEW = dict.fromkeys(READS, ANSWERS), ("CreateSession", "AppendTokens", "ForkSession", "Generate")
+WRITES = ("ForkSession", "Generate", "CloseSession")
 # What a call ends in, of an owner with nothing that waits for the disk, and about a session that has something.
 SLOW = {
     "idle": {**dict.fromkeys(CALLS, WAITS), **READ},
@@ -154,14 +155,18 @@ async def test_with_a_slow_disk_what_is_on_it_alone_is_read(tmp_path: Path, subt
                 append = asyncio.ensure_future(two.make("AppendTokens", "busy"))
                 await until(journal.is_syncing.is_set)
                 assert not engine.lists_from_memory("alice") and not engine.lists_from_memory("bob")
+                # Changes of sessions that are on the disk alone delay no read.
+                changes = [asyncio.ensure_future(two.make(name, who)) for name in WRITES for who in ("idle", "busy")]
+                await asyncio.sleep(0.2)
                 for who in two.clients:
                     for name in READS:
                         with subtests.test(call=name, owner=who):
                             assert await outcome_of(two.make(name, who)) == ANSWERS
                 assert await busy.length(sessions["busy", "AppendTokens"]) == len(HISTORY)
                 assert not append.done()
+                assert not any(change.done() for change in changes)
                 journal.gate.set()
-                await append
+                await asyncio.gather(append, *changes)
                 assert await busy.length(sessions["busy", "AppendTokens"]) == len(HISTORY) + 2
 
 
