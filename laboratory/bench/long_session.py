@@ -5,6 +5,9 @@ session, too, that was given the tokens the long one can still read. One passage
 again at the end, there on a fresh session too: what was read before it differs between the first time and the last, but
 not between the last two. Each of its tokens is forced through `logit_bias`, so the log-probabilities are the model's.
 
+With `--facts` the first turns say who has which pass key, and each is asked for at that conversation's end; also on a
+fresh session that read the last of the history alone, which must not know one.
+
 A session that keeps every position has a limit. When the next turn would pass it, the conversation is over: the passage
 is scored, the session is closed, and the next conversation begins in a new session of the same server and connection.
 The last full conversation is held once more at the end, on a fresh session, with the passage after it. So each of its
@@ -38,14 +41,16 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.models import tokenizer_folder
 from kakeya import Client, GenerateResult, ServerInfo, Session, SinkWindow, Strategy
 from kakeya import KakeyaError as ClientError
-from kakeya.tokenization import load_tokenizer
+from kakeya.tokenization import ChatTokenizer, load_tokenizer
 from laboratory.bench.experiments import Save
 from laboratory.evaluation import record
 from laboratory.evaluation.interrupts import ended_as_interrupted
 from laboratory.evaluation.long_session import TurnSample, buckets, conversations, perplexity, values
+from laboratory.evaluation.tasks import TASKS, Grade, Question
 
 CONTEXT_TOKENS = 64  # what the scored passage begins with, unscored
 HEADLINES = ("turn_last_over_first_same_place", "turn_last_over_first_paired")
+_ANSWER_TOKENS = TASKS["multi"].answer_tokens
 FORCE = 1000.0  # the largest logit_bias there is: the token it is for is the one that comes
 
 
@@ -59,6 +64,8 @@ class Run:
     fresh_scores: list[float] = field(default_factory=list)  # on a fresh session that can read the same as the last
     errors: list[str] = field(default_factory=list)
     history_tokens: int = 0  # of all conversations
+    facts: dict[str, int] = field(default_factory=dict)  # found, by the session that was asked
+    facts_said_at: float = 0.0  # seconds: the last one
     full_conversations: int = 0
     repeated_turns: int = 0  # of the last full conversation, on a fresh session
     server: ServerInfo | None = None
@@ -104,10 +111,12 @@ class Long:
 class Bench:
     """Drives one long session, or conversation after conversation."""
 
-    def __init__(self, client: Client, strategy: Strategy, prose: Iterator[int], args: argparse.Namespace) -> None:
+    def __init__(self, client: Client, strategy: Strategy, tokenizer: ChatTokenizer, args: argparse.Namespace) -> None:
         self._client = client
         self._strategy = strategy
-        self._prose = prose
+        self._tokenizer = tokenizer
+        self._prose = prose_ids(tokenizer)
+        self._facts = [TASKS["multi"].make(number, 0) for number in range(args.facts)]
         self._args = args
         self._server = client.server_info()
         self._passage = self._take(CONTEXT_TOKENS + args.passage_tokens)
@@ -128,6 +137,8 @@ class Bench:
                     sample = replace(self._sample(long, process, len(run.samples)), conversation=conversation)
                     run.samples.append(replace(sample, at_seconds=time.monotonic() - began))
                     run.history_tokens = tokens_before + len(long.history)
+                    if len(run.samples) == len(self._facts):
+                        run.facts_said_at = run.samples[-1].at_seconds
                     if busy is not None and (now := _cpu_seconds(process)) is not None:
                         run.process_cores = (now - busy) / run.samples[-1].at_seconds
                     if session.limit_tokens is None and sample.evicted_positions and not run.first_scores:
@@ -144,6 +155,9 @@ class Bench:
                     fill = self._equal_fill(long.history)
                     run.last_scores = self._score(long)
                     run.fresh_scores = self._score_on_fresh(fill)
+                if self._facts and conversation == 0:
+                    run.facts["long"] = self._found(long)
+                    run.facts["fresh"] = self._found_on_fresh(long.history[-self._args.append_tokens :])
                 run.history_tokens = tokens_before + len(long.history)
             if is_over:
                 break
@@ -164,6 +178,7 @@ class Bench:
         if limit is None:
             return True
         needed: int = len(self._passage) + self._args.append_tokens + self._args.generate_tokens
+        needed += sum(len(ids) + _ANSWER_TOKENS for ids in map(self._asking, self._facts))
         if needed > limit:
             raise KakeyaError(
                 f"a turn and the passage take {needed} tokens, and a session has {limit} at most: take fewer with "
@@ -172,7 +187,8 @@ class Bench:
         return len(long.history) + needed <= limit
 
     def _sample(self, long: Long, process: psutil.Process | None, number: int) -> TurnSample:
-        ids = self._take(self._args.append_tokens)
+        said = self._encode(f"\n\n{self._facts[number].facts[number]}\n\n") if number < len(self._facts) else []
+        ids = [*said, *self._take(self._args.append_tokens - len(said))]
         history_tokens = len(long.history)
         is_paired = number % self._args.pair_every == self._args.pair_every - 1
         fill = self._equal_fill(long.history) if is_paired and long.history else None
@@ -263,6 +279,25 @@ class Bench:
                     return [*history[:sink], *history[len(history) - length + sink :]]
         return list(history)
 
+    def _found(self, long: Long) -> int:
+        """How many of the facts it answers with, asked one after another."""
+        found = 0
+        for fact in self._facts:
+            long.append(self._asking(fact))
+            result, _ = long.generate(_ANSWER_TOKENS)
+            found += fact.grade(self._tokenizer.decode(result.token_ids)) is Grade.EXACT
+        return found
+
+    def _found_on_fresh(self, fill: Sequence[int]) -> int:
+        with self._fresh(fill) as fresh:
+            return self._found(fresh)
+
+    def _asking(self, fact: Question) -> list[int]:
+        return self._encode(f"\n\n{fact.question} {fact.opening}")
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _score(self, long: Long) -> list[float]:
         long.append(self._passage[:CONTEXT_TOKENS])
         return [long.force(token_id) for token_id in self._passage[CONTEXT_TOKENS:]]
@@ -298,6 +333,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pause", type=float, default=0.0, metavar="S", help="before a turn, as for tools (default: 0)"
     )
+    parser.add_argument(
+        "--facts", type=int, default=0, choices=range(TASKS["multi"].facts + 1), metavar="N",
+        help="that the first turns say, asked for at the end (default: 0)",
+    )  # fmt: skip
     record.add_items(parser)
     parser.add_argument("--passage-tokens", type=int, default=256, metavar="N", help="scored twice (default: 256)")
 
@@ -326,13 +365,13 @@ def main(args: argparse.Namespace, save: Save) -> dict[str, Any]:
 def _drive(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig, run: Run) -> None:
     with ExitStack() as stack:
         child = None if args.target else stack.enter_context(child_server(model, engine))
-        prose = prose_ids(load_tokenizer(tokenizer_folder(model.model, model.cache_path)))
+        tokenizer = load_tokenizer(tokenizer_folder(model.model, model.cache_path))
         target = args.target if child is None else child.wait_ready()
         client = stack.enter_context(connect(args, target))
         process = None if child is None else psutil.Process(child.pid)
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
         show = stack.enter_context(Progress(*columns, console=Console(stderr=True)))
-        Bench(client, sdk_strategy(engine.strategy), prose, args).run(process, run, show)
+        Bench(client, sdk_strategy(engine.strategy), tokenizer, args).run(process, run, show)
 
 
 def _payload(run: Run, args: argparse.Namespace, engine: EngineConfig, server: ServerInfo) -> dict[str, Any]:
@@ -348,11 +387,17 @@ def _payload(run: Run, args: argparse.Namespace, engine: EngineConfig, server: S
     if run.fresh_scores:
         ratio = perplexity(run.last_scores) / perplexity(run.fresh_scores)
         found["passage_perplexity_last_over_fresh"] = record.exact(ratio, "ratio")
+    if run.facts:
+        found["facts_found"] = record.exact(run.facts["long"], f"of {args.facts}")
+        found["facts_found_on_fresh"] = record.exact(run.facts["fresh"], f"of {args.facts}")
+        found["facts_said"] = record.exact(run.facts_said_at, "s")
     if run.full_conversations:
         found["conversations_full"] = record.exact(run.full_conversations, "conversations")
         if run.fresh_scores:
             found["last_full_conversation_repeated"] = record.exact(run.repeated_turns, "turns")
     wrong = [*run.errors, *["a session held more than it may"][: any(sample.violations for sample in run.samples)]]
+    if run.facts.get("fresh"):
+        wrong.append("a session knew facts that it never read")
     return {
         "experiment": "long_session",
         "config": {
@@ -369,6 +414,7 @@ def _payload(run: Run, args: argparse.Namespace, engine: EngineConfig, server: S
             "pair_every": args.pair_every,
             "passage_tokens": args.passage_tokens,
             "pause_seconds": args.pause,
+            **({"facts": args.facts} if args.facts else {}),
         },
         "seeds": [],  # greedy, and the prose comes with Python
         "values": found,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from inference_engine.cli.main import main
+from kakeya.tokenization import load_tokenizer
 from laboratory.bench.long_session import Bench, Long
 from laboratory.evaluation.long_session import (
     HOUR_SECONDS,
@@ -21,6 +22,7 @@ from laboratory.evaluation.long_session import (
     values,
 )
 from laboratory.evaluation.record import load
+from laboratory.evaluation.tasks import TASKS, Grade, Question
 from tests.tiny_folder import save_tiny_chat_model
 
 pytestmark = pytest.mark.usefixtures("warm_servers")
@@ -160,3 +162,29 @@ def test_what_was_measured_before_sigterm_is_recorded(
     assert (status, record["errors"]) == (1, ["interrupted"])
     assert [turn["conversation"] for turn in record["turns"]] == [0] * 9 + [1] * 3
     assert record["values"]["passage_perplexity_first"]["median"] > 1
+
+
+def test_facts_of_the_first_turns_are_asked_for_at_the_end(
+    tiny_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    append = Long.append
+    characters = load_tokenizer(tiny_folder)
+    monkeypatch.setattr(Long, "append", lambda self, ids: (said.append(characters.decode(ids)), append(self, ids))[1])
+    # A model that has learned nothing: whatever it says counts as the first fact's key.
+    task, right = TASKS["multi"], (Grade.EXACT, Grade.WRONG)
+
+    def make(trial: int, seed: int) -> Question:
+        return replace(task.make(trial, seed), grade=lambda _text: right[trial])
+
+    monkeypatch.setitem(TASKS, "multi", replace(task, make=make))
+    status, record = bench(
+        tiny_folder, tmp_path, "--turns=3", "--facts=2", "--pair-every=9", "--append-tokens=80", "--strategy=full"
+    )
+    assert status == 1  # the fresh session read no fact, and yet
+    found = {name: value["median"] for name, value in record["values"].items()}
+    assert (found["facts_found"], found["facts_found_on_fresh"]) == (1, 1)
+    turns = [text for text in said if text.startswith("\n\nThe pass key of ")]
+    asked = [text for text in said if text.startswith("\n\nWhat is the pass key of ")]
+    assert len(set(turns)) == len(set(asked)) == 2  # the conversation is full, so a fresh session repeats it
+    assert 0 < found["facts_said"] < found["in_one_piece"]
