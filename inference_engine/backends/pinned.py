@@ -90,6 +90,16 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class _Done:
+    """Implements Event: of a CPU, which has done all its work."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+
 class Landed:
     """Numbers that a device writes. memory: float32, pinned."""
 
@@ -124,13 +134,16 @@ class Landing:
         allocate: returns that many float32 of host memory. now: an event of all work of a device until now.
         """
         self._allocate = allocate or _pinned_floats
-        self._now = now or event_now
+        self._now = now or _now
         self._pieces: list[_LandingPiece] = []
 
-    def take(self, count: int, device: torch.device, write: Callable[[Tensor], object]) -> Landed:
-        """Let `write` make the device write to `count` numbers, and do not wait for it."""
-        memory = self._free(count)
-        write(memory[:count])
+    def take(self, count: int, device: torch.device, write: Callable[[Tensor], object], *, read: int = 0) -> Landed:
+        """Let `write` make the device write to `count` numbers, and do not wait for it.
+
+        read: so many more behind them, which `write` fills in for the device to read.
+        """
+        memory = self._free(count + read)
+        write(memory[: count + read])
         event = self._now(device)
         landed = Landed(memory[:count], event)
         self._pieces.append(_LandingPiece(memory, event, ref(landed)))
@@ -147,5 +160,9 @@ def _pinned_integers(count: int) -> Tensor:
     return torch.empty(count, dtype=torch.int64, pin_memory=True)
 
 
+def _now(device: torch.device) -> Event:
+    return event_now(device) if device.type == "cuda" else _Done()
+
+
 def _pinned_floats(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.float32, pin_memory=True)
+    return torch.empty(count, dtype=torch.float32, pin_memory=torch.cuda.is_available())

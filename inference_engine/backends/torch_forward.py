@@ -293,21 +293,23 @@ class TorchForward:
 
     def launch(self, step: Step, fed: Tensor | None = None) -> _Launched:
         graphs = self._graphs.get(step.plan.pool)
-        draws = step.draws
-        is_greedy = isinstance(draws, Draws) and draws.are_largest and len(draws) == len(step.logit_queries)
-        if is_greedy and graphs is not None:  # which can run it, as `can_launch` said
-            assert isinstance(draws, Draws)
+        draws = step.draws if isinstance(step.draws, Draws) else Draws(step.draws)
+        is_of_each = len(draws) == len(step.logit_queries)
+        if is_of_each and draws.are_largest and graphs is not None:  # which can run it, as `can_launch` said
             return self._launch_greedily(step, draws, graphs, fed)
         result = self._compute(step, fed)
         step.on_computed()
 
         def draw() -> Drawing:
             with torch.inference_mode():
-                drawing = start_drawing(result.logits, step.draws, self._ops.noise_of_all)
+                if has_masks and is_of_each and draws.are_largest_allowed:
+                    return self._draw_allowed(result.logits, draws)
+                drawing = start_drawing(result.logits, draws, self._ops.noise_of_all)
                 drawing.send()
             return drawing
 
-        return _Launched(result, draw, waits=(draws if isinstance(draws, Draws) else Draws(draws)).have_masks)
+        has_masks = draws.have_masks
+        return _Launched(result, draw, waits=has_masks)
 
     def _launch_greedily(self, step: Step, draws: Draws, graphs: StepGraphs, fed: Tensor | None) -> _Launched:
         """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""
@@ -325,6 +327,19 @@ class TorchForward:
         # What it does may run another recording, which writes over the peaks.
         step.on_computed()
         return _Launched(Result(peaks.largest[:0], taps), lambda: draws.drawn(ids[0], landed))
+
+    def _draw_allowed(self, logits: Tensor, draws: Draws) -> Drawing:
+        """The ids of the largest logits that masks allow, which the device reads where the host has written them."""
+        ends, count, words = self._ops.step_ends, len(draws), -(-logits.shape[1] // 32)
+        ids: list[Tensor] = []
+
+        def write(host: Tensor) -> None:
+            allowed = host[4 * count :].view(torch.int32).view(count, words)
+            draws.allow(allowed.numpy().view(np.uint8))
+            ids.append(ends.publish(ends.peaks(logits, allowed), count, host[: 4 * count]))
+
+        landed = self._landing.take(4 * count, self._device, write, read=count * words)
+        return draws.drawn(ids[0], landed)
 
     def _run_with_others(self, step: Step, fed: Tensor | None = None) -> Result:
         with self.followers.together():

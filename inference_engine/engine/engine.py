@@ -17,7 +17,8 @@ import numpy as np
 
 from inference_engine.backends.base import Forward
 from inference_engine.config import EngineConfig
-from inference_engine.decode.constraints import Constraints, Grammar
+from inference_engine.decode.automata import Grammar
+from inference_engine.decode.constraints import Constraints
 from inference_engine.decode.draft import Drafter, NoDrafter
 from inference_engine.decode.verifier import Verifier
 from inference_engine.engine.arguments import (

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from inference_engine.decode.constraints import Grammar
+from inference_engine.decode.automata import Grammar
 from inference_engine.engine.arguments import check_length
 from inference_engine.errors import (
     DeadlineExceeded,

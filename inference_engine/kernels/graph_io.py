@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inference_engine.kernels.transfer import ids_of_bits
+
 
 class Peaks(NamedTuple):
     """Of each row of logits, and of each part of a row: the id of the largest number, that number and the smallest one.
@@ -38,10 +40,19 @@ class StepEnds:
         if fed is not None:
             target[: len(fed)].copy_(fed)
 
-    def peaks(self, logits: Tensor) -> Peaks:
-        """Of `logits` [n, V] float32, one part."""
+    def peaks(self, logits: Tensor, allowed: Tensor | None = None) -> Peaks:
+        """Of `logits` [n, V] float32, one part.
+
+        allowed: int32 [n, ⌈V / 32⌉], pinned: a bit for each id, the lowest first, set if it may be the id of the
+        largest. Then the smallest is NaN, too, if any number is not finite.
+        """
         smallest, largest = logits.aminmax(dim=-1, keepdim=True)
-        return Peaks(logits.argmax(dim=-1, keepdim=True), largest, smallest)
+        if allowed is None:
+            return Peaks(logits.argmax(dim=-1, keepdim=True), largest, smallest)
+        bits = ids_of_bits(allowed.view(torch.uint8).to(logits.device, non_blocking=True), logits.shape[1])
+        smallest = torch.where(largest.isfinite(), smallest, torch.nan)
+        largest, ids = torch.where(bits, logits, -torch.inf).max(dim=-1, keepdim=True)
+        return Peaks(ids, largest, smallest)
 
     def publish(self, peaks: Peaks, count: int, host: Tensor) -> Tensor:
         """The ids [count] int64 of the first rows, on the device; and all that is known of them to `host`.

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.cpu_sampling import MOST
-from inference_engine.kernels.transfer import on_device
+from inference_engine.kernels.transfer import ids_of_bits, on_device
 from inference_engine.types import Sampling, TokenSet
 
 Mask = NDArray[np.uint8]  # [ceil(V / 8)]: a bit for each id, the lowest first, set if it may be drawn
@@ -199,8 +199,7 @@ def masked(logits: Tensor, masks: Sequence[Mask | None]) -> Tensor:
     if not rows:
         return logits
     packed = on_device(np.stack([mask for mask in masks if mask is not None]), logits.device)
-    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    bits = (packed[:, :, None] >> places & 1).flatten(1)[:, : logits.shape[-1]].bool()
+    bits = ids_of_bits(packed, logits.shape[-1])
     if len(rows) == len(logits):
         return torch.where(bits, logits, -torch.inf)
     at = on_device(np.array(rows, dtype=np.int64), logits.device)

@@ -87,7 +87,7 @@ class Draws(Sequence[Draw]):
         self._plans = {} if plans is None else plans
         self._are_greedy: bool | None = None
         self._are_peaks: bool | None = None
-        self._are_largest: bool | None = None
+        self._are_in_order: bool | None = None
 
     def __len__(self) -> int:
         return len(self._draws)
@@ -110,8 +110,8 @@ class Draws(Sequence[Draw]):
     def following(self) -> Draws:
         """The same draws one position later."""
         draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
-        draws._are_greedy, draws._are_largest = self._are_greedy, self._are_largest
-        draws._are_peaks = self._are_peaks
+        draws._are_greedy, draws._are_peaks = self._are_greedy, self._are_peaks
+        draws._are_in_order = self._are_in_order
         return draws
 
     @property
@@ -133,12 +133,7 @@ class Draws(Sequence[Draw]):
     def of_peaks(self, peaks: Sequence[Sample]) -> list[list[Sample]] | None:
         """The samples, if all are ids of the largest raw logits, or would be but for masks, which allow them. peaks:
         what is the largest of each row."""
-        if self._are_peaks is None:
-            self._are_peaks = bool(self._draws) and all(
-                each.sampler.sampling.is_greedy and each.sampler.is_unweighted and not each.needs_logprob
-                for each in self._draws
-            )
-        if not self._are_peaks:
+        if not self._are_greedy_but_for_masks:
             return None
         found = []
         for each in self._draws:
@@ -149,15 +144,42 @@ class Draws(Sequence[Draw]):
         return found
 
     @property
+    def _are_greedy_but_for_masks(self) -> bool:
+        if self._are_peaks is None:
+            self._are_peaks = len(self._draws) > 0 and all(
+                each.sampler.sampling.is_greedy and each.sampler.is_unweighted and not each.needs_logprob
+                for each in self._draws
+            )
+        return self._are_peaks
+
+    @property
     def are_largest(self) -> bool:
         """Is each draw the id of the largest raw logit of one row, and the rows those of the logits in their order?"""
-        if self._are_largest is None:
+        return self.are_greedy and self._has_rows_in_order
+
+    @property
+    def are_largest_allowed(self) -> bool:
+        """As `are_largest`, of the logits that masks allow, where there are masks."""
+        return self._are_greedy_but_for_masks and self._has_rows_in_order
+
+    @property
+    def _has_rows_in_order(self) -> bool:
+        if self._are_in_order is None:
             rows = self.rows
-            self._are_largest = self.are_greedy and rows == [range(place, place + 1) for place in range(len(rows))]
-        return self._are_largest
+            self._are_in_order = rows == [range(place, place + 1) for place in range(len(rows))]
+        return self._are_in_order
+
+    def allow(self, bits: NDArray[np.uint8]) -> None:
+        """Fill in which ids each may be, [draws, at least ⌈V / 8⌉], as masks have it."""
+        for row, each in zip(bits, self._draws, strict=True):
+            mask = None if each.sampler.masks is None else each.sampler.masks.along(())[0]
+            if mask is None:
+                row.fill(0xFF)
+            else:
+                row[: len(mask)] = mask
 
     def drawn(self, ids: Tensor, table: Arriving) -> Drawing:
-        """Draws that `are_largest`, drawn elsewhere. ids, table: as `Drawing` has them."""
+        """Draws that are of the largest, drawn elsewhere. ids, table: as `Drawing` has them."""
         plan = self._plan(_UNKNOWN_VOCABULARY)
         assert plan.has_one_each, "their rows are in the order of the draws"
         return Drawing(plan, ids, table)

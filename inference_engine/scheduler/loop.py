@@ -18,8 +18,9 @@ from functools import partial
 import numpy as np
 
 from inference_engine.config import EngineConfig
-from inference_engine.decode.constraints import Constraints, begin_all
+from inference_engine.decode.constraints import Constraints
 from inference_engine.decode.draft import Drafter, NoDrafter, TokenIds
+from inference_engine.decode.matching import begin_all
 from inference_engine.decode.verifier import Block, BlockFailed, InFlight, Outcome, Verifier, discard
 from inference_engine.errors import (
     ConstraintFailed,
@@ -553,8 +554,8 @@ class Scheduler:
         A Generate whose output is whole ends. False: the draws failed, and its requests with them.
         """
         if self._constrained:
-            constrained = [request for request in flight.batch if request in self._constrained]
-            begin_all([request.matching for request in constrained if request.matching is not None])
+            constrained = {request: request.matching for request in flight.batch if request.matching is not None}
+            begin_all([*constrained.values()])
             for request in constrained:
                 self._may_go_on(request)
         try:

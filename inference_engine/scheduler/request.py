@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from inference_engine.decode.constraints import Grammar, Matching
+from inference_engine.decode.automata import Grammar
+from inference_engine.decode.matching import Matching
 from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.kernels.sampler import Sampler
 from inference_engine.session.history import TokenIds

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from inference_engine.decode.constraints import Automaton, Grammar
+from inference_engine.decode.automata import Automaton, Grammar
 from inference_engine.decode.stop_sequences import StopSequences
 from inference_engine.errors import (
     HistoryBehindClient,

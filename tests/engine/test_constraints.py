@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from inference_engine.decode import constraints as constraints_module
+from inference_engine.decode import matching
+from inference_engine.decode.automata import TextAutomaton
 from inference_engine.decode.constraints import (
     MOST_COMPILING_PER_OWNER,
     MOST_PER_OWNER,
@@ -194,11 +195,12 @@ def test_grammars_are_kept_by_the_bytes_that_they_were_compiled_from() -> None:
 def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every second mask of one waits until another's Generate is over; its tokens are those without a delay."""
     plain, slowed = GenerateParams(max_tokens=30), GenerateParams(max_tokens=30, constraint=KINDS[0].constraint)
+    monkeypatch.setattr(matching, "SLOW_SECONDS", -1.0)  # all of its places are left to workers
     go_on = threading.Event()
     with tiny_engine(read_tokens=lambda: TOKENS) as engine:
         expected = tokens(drain(engine.generate(opened(engine), slowed)))
         free = tokens(drain(engine.generate(opened(engine), plain)))
-        mask, calls = constraints_module.TextAutomaton.mask, list[int]()
+        mask, calls = TextAutomaton.mask, list[int]()
 
         def late(automaton: Any) -> Any:
             calls.append(1)
@@ -206,7 +208,7 @@ def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch
                 assert go_on.wait(30)
             return mask(automaton)
 
-        monkeypatch.setattr(constraints_module.TextAutomaton, "mask", late)
+        monkeypatch.setattr(TextAutomaton, "mask", late)
         waiting = engine.generate(opened(engine), slowed)
         assert tokens(drain(engine.generate(opened(engine), plain))) == free
         assert not go_on.is_set()
@@ -224,11 +226,9 @@ def test_a_generate_that_is_cancelled_while_its_mask_is_late_ends(monkeypatch: p
     go_on = threading.Event()
     with tiny_engine(read_tokens=lambda: TOKENS) as engine:
         session = opened(engine)
-        mask = constraints_module.TextAutomaton.mask
+        mask = TextAutomaton.mask
         engine.compile_constraint(GenerateParams(max_tokens=9, constraint=REGEX)).result()
-        monkeypatch.setattr(
-            constraints_module.TextAutomaton, "mask", lambda automaton: (go_on.wait(30), mask(automaton))[1]
-        )
+        monkeypatch.setattr(TextAutomaton, "mask", lambda automaton: (go_on.wait(30), mask(automaton))[1])
         generation = engine.generate(session, GenerateParams(max_tokens=9, constraint=REGEX))
         time.sleep(0.1)
         generation.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
@@ -59,6 +60,7 @@ def compare_ends() -> None:
                     if finite[row]:
                         assert found[0][row] == expected[0][row] == int(kept[row].argmax())
                         assert torch.equal(found[2][:, row], expected[2][:, row])
+        compare_allowed(step_ends, logits)
     for count, known in ((1, 0), (1, 1), (700, 3), (40_000, 64)):
         numbers = host_memory(torch.arange(count))
         fed = -1 - torch.arange(known, device=device) if known else None
@@ -67,6 +69,24 @@ def compare_ends() -> None:
         expected_numbers = torch.arange(count)
         expected_numbers[:known] = -1 - torch.arange(known)
         assert target.tolist() == [*expected_numbers.tolist(), 99, 99]
+
+
+def compare_allowed(ends: StepEnds, logits: torch.Tensor) -> None:
+    """Of what may be drawn: one id, few, most. What is not finite is seen, allowed or not."""
+    count, vocab = logits.shape
+    rng = np.random.default_rng(vocab)
+    for share in (0.0, 0.1, 0.9):
+        bits = rng.random((count, -(-vocab // 32) * 32)) < share
+        bits[range(count), rng.integers(0, vocab, count)] = True
+        allowed = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+        kept = torch.from_numpy(bits[:, :vocab])
+        expected = torch.where(kept, logits.cpu(), -torch.inf).argmax(dim=-1)
+        finite = logits.isfinite().all(dim=-1).cpu()
+        for each in (ends, PLAIN_ENDS):
+            ids, _, extremes = published(each, each.peaks(logits, host_memory(allowed)), count)
+            assert torch.equal(extremes.isfinite().all(dim=0), finite)
+            assert all(0 <= token < vocab for token in ids)
+            assert [ids[row] for row in range(count) if finite[row]] == expected[finite].tolist()
 
 
 def test_the_kernels_give_what_the_references_give() -> None:

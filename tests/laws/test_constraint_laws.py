@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from inference_engine.decode import constraints
-from inference_engine.decode.constraints import Automaton, ChoiceGrammar, Constraints
+from inference_engine.decode import matching
+from inference_engine.decode.automata import Automaton, ChoiceGrammar
+from inference_engine.decode.constraints import Constraints
 from inference_engine.decode.draft import Drafter
 from inference_engine.engine import Engine
 from inference_engine.errors import ConstraintFailed
@@ -104,7 +105,7 @@ def test_constrained_tokens_fit_and_are_the_same_however_they_are_made(
 
 def test_what_must_follow_is_drafted_and_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The off-switch of the law above: drafts that never came would change no token, either."""
-    monkeypatch.setattr(constraints, "SLOW_SECONDS", math.inf)  # on a machine that is busy, too
+    monkeypatch.setattr(matching, "SLOW_SECONDS", math.inf)  # on a machine that is busy, too
     with constrained() as engine:
         _, end = generated(engine, opened(engine), params_of(KINDS[0], Sampling()))
     assert end.accepted_tokens >= end.generated_tokens // 3

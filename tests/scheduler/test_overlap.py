@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from inference_engine.backends.base import Launched, Result, Step
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
-from inference_engine.decode import constraints
+from inference_engine.decode import matching
 from inference_engine.engine import Engine
 from inference_engine.errors import InternalError, NonFiniteLogits, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
@@ -168,7 +169,7 @@ def test_constrained_tokens_are_those_of_steps_that_are_waited_for(
 ) -> None:
     """Of every kind, beside a free one: those that end by themselves, are cut, and have few tokens to begin with."""
     if is_slow:
-        monkeypatch.setattr(constraints, "SLOW_SECONDS", 0.0)
+        monkeypatch.setattr(matching, "SLOW_SECONDS", -1.0)
 
     def said(overlap: str) -> list[list[Any]]:
         with engine_with(overlap, drafter=drafter) as engine:
@@ -189,10 +190,25 @@ def test_constrained_tokens_are_those_of_steps_that_are_waited_for(
         assert (one.stop_reason, one.fits_constraint) == (other.stop_reason, other.fits_constraint)
 
 
+def test_the_largest_logits_that_are_allowed_are_those_of_steps_that_are_waited_for() -> None:
+    """Greedily, all of them launched ahead; a free one is beside them."""
+
+    def said(overlap: str) -> list[list[tuple[int, float | None]]]:
+        with engine_with(overlap) as engine:
+            greedy = GenerateParams(max_tokens=40, drafting=False)
+            params = [greedy, *(replace(greedy, constraint=kind.constraint) for kind in KINDS)]
+            sessions = [opened(engine, 20 + at, eos_token_ids=[END]) for at in range(len(params))]
+            running = [engine.generate(*each) for each in zip(sessions, params, strict=True)]
+            return [tokens(drain(each)) for each in running]
+
+    for expected, found in zip(said("off"), said("on"), strict=True):
+        assert same(expected, found, Mode.BATCHED)
+
+
 def test_a_constrained_step_is_launched_ahead_and_drawn_once_the_token_before_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(constraints, "GRACE_SECONDS", 30.0)  # workers, which find the first masks, are never late
+    monkeypatch.setattr(matching, "GRACE_SECONDS", 30.0)  # workers, which find the first masks, are never late
     letters = Constraint(kind=ConstraintKind.REGEX, source="[a-z]{40}")
     with launches_of(monkeypatch) as launches, engine_with("on") as engine:
         drain(engine.generate(opened(engine), GenerateParams(max_tokens=6, constraint=letters)))

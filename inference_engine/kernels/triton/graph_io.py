@@ -32,12 +32,15 @@ class KernelStepEnds(StepEnds):
             numbers, target if fed is None else fed, target, count, known, BLOCK=_BROUGHT, num_warps=4
         )
 
-    def peaks(self, logits: Tensor) -> Peaks:
+    def peaks(self, logits: Tensor, allowed: Tensor | None = None) -> Peaks:
         rows, vocab = logits.shape
         parts = triton.cdiv(vocab, _PART)
         ids = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
         largest, smallest = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
-        _peaks[(parts, rows)](logits, ids, largest, smallest, vocab, logits.stride(0), BLOCK=_PART, num_warps=8)
+        words = 0 if allowed is None else allowed.shape[1]
+        _peaks[(parts, rows)](
+            logits, allowed, ids, largest, smallest, vocab, logits.stride(0), words, BLOCK=_PART, num_warps=8
+        )
         return Peaks(ids, largest, smallest)
 
     def publish(self, peaks: Peaks, count: int, host: Tensor) -> Tensor:
@@ -56,13 +59,19 @@ def _bring(p_numbers, p_fed, p_target, count, known, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _peaks(p_logits, p_ids, p_largest, p_smallest, vocab, row_stride, BLOCK: tl.constexpr):
+def _peaks(p_logits, p_allowed, p_ids, p_largest, p_smallest, vocab, row_stride, words, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < vocab
     b = tl.load(p_logits + row * row_stride + o, mask=m, other=float("-inf"))
     is_nan = b != b  # noqa: PLR0124 -- of NaN alone
     b_known = tl.where(is_nan, float("-inf"), b)
+    if p_allowed is not None:
+        is_nan |= b == float("inf")
+        o_word = tl.program_id(0) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        b_words = tl.load(p_allowed + row * words + o_word, mask=o_word < words, other=0)
+        b_bits = tl.reshape((b_words[:, None] >> tl.arange(0, 32)[None, :]) & 1, (BLOCK,))
+        b_known = tl.where(b_bits == 1, b_known, float("-inf"))
     largest = tl.max(b_known, axis=0)
     smallest = tl.min(tl.where(m, tl.where(is_nan, float("inf"), b), float("inf")), axis=0)
     smallest = tl.where(tl.max(is_nan.to(tl.int32), axis=0) > 0, float("nan"), smallest)

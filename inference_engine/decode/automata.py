@@ -1,0 +1,200 @@
+"""What a constraint compiles to: a grammar, and places in it.
+
+    grammar     compiled once; starts automata
+    automaton   one place in it: consume ids, roll back, the ids that may follow, those that must
+
+Text is matched by llguidance (https://github.com/guidance-ai/llguidance), over the bytes of tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from inference_engine.kernels.sampler import Mask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+_WORD = 4  # bytes of what llguidance writes at once
+
+
+class Automaton(Protocol):
+    """A place in a grammar. One thread at a time."""
+
+    @property
+    def is_over(self) -> bool:
+        """May nothing follow?"""
+
+    @property
+    def may_end(self) -> bool:
+        """Are the ids so far a whole output?"""
+
+    @property
+    def broken(self) -> str:
+        """Why it cannot go on; "" if it can."""
+
+    def consume(self, token_id: int) -> bool:
+        """May the id follow? Then it is consumed; else the automaton may be `broken`."""
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        """How many of them, from the first on, may follow."""
+
+    def roll_back(self, count: int) -> None:
+        """Undo the last `count` ids."""
+
+    def forced(self) -> Sequence[int]:
+        """Ids that spell what must follow, as the tokenizer would."""
+
+    def mask(self) -> Mask:
+        """The ids that may follow: the first one that is forced, or else all that fit. May be written to."""
+
+
+class Grammar(Protocol):
+    """A compiled constraint. Any thread."""
+
+    def start(self) -> Automaton: ...
+
+
+class ChoiceGrammar:
+    """One of several lists of ids. Needs no tokenizer."""
+
+    def __init__(self, choices: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.choices = sorted({tuple(choice) for choice in choices})
+        self.vocab_size = vocab_size
+
+    def start(self) -> ChoiceAutomaton:
+        return ChoiceAutomaton(self)
+
+
+class ChoiceAutomaton:
+    """Implements Automaton: the ids so far, and which lists begin with them: neighbours, since lists are in order."""
+
+    broken = ""
+
+    def __init__(self, grammar: ChoiceGrammar) -> None:
+        self._choices, self._vocab_size = grammar.choices, grammar.vocab_size
+        self._left = [(0, len(grammar.choices))]  # after each number of ids: from one list to the one behind the last
+
+    @property
+    def _place(self) -> int:
+        """How many ids there are so far."""
+        return len(self._left) - 1
+
+    @property
+    def is_over(self) -> bool:
+        first, behind = self._left[-1]
+        return behind - first == 1 and self.may_end
+
+    @property
+    def may_end(self) -> bool:
+        first, _ = self._left[-1]  # the shortest
+        return len(self._choices[first]) == self._place
+
+    def consume(self, token_id: int) -> bool:
+        left = self._after(self._left[-1], self._place, token_id)
+        if left is not None:
+            self._left.append(left)
+        return left is not None
+
+    def _after(self, left: tuple[int, int], place: int, token_id: int) -> tuple[int, int] | None:
+        """Which lists have the id there."""
+
+        def id_of(choice: tuple[int, ...]) -> int:
+            return choice[place] if place < len(choice) else -1
+
+        first = bisect_left(self._choices, token_id, *left, key=id_of)
+        behind = bisect_right(self._choices, token_id, first, left[1], key=id_of)
+        return (first, behind) if first < behind else None
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        left = self._left[-1]
+        for count, token_id in enumerate(token_ids):
+            after = self._after(left, self._place + count, token_id)
+            if after is None:
+                return count
+            left = after
+        return len(token_ids)
+
+    def roll_back(self, count: int) -> None:
+        if count:
+            del self._left[-count:]
+
+    def forced(self) -> Sequence[int]:
+        first, behind = self._left[-1]  # in order: what the first and the last have in common, all have
+        one, other = self._choices[first], self._choices[behind - 1]
+        place = until = self._place
+        while until < min(len(one), len(other)) and one[until] == other[until]:
+            until += 1
+        return one[place:until]
+
+    def mask(self) -> Mask:
+        place, (first, behind) = self._place, self._left[-1]
+        bits = np.zeros(self._vocab_size, dtype=np.bool_)
+        bits[[choice[place] for choice in self._choices[first:behind] if place < len(choice)]] = True
+        return np.packbits(bits, bitorder="little")
+
+
+class TextGrammar:
+    """What llguidance compiles."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
+        """ends: ids by which llguidance says that output may end."""
+        self._matcher = matcher
+        self._ends, self._mask_bytes = ends, mask_bytes
+        self._lock = threading.Lock()
+
+    def start(self) -> TextAutomaton:
+        with self._lock:
+            return TextAutomaton(self._matcher.deep_copy(), self._ends, self._mask_bytes)
+
+
+class TextAutomaton:
+    """Implements Automaton."""
+
+    def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._ends, self._mask_bytes = ends, mask_bytes
+
+    @property
+    def is_over(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    @property
+    def may_end(self) -> bool:
+        return self.is_over or self._matcher.is_accepting()
+
+    @property
+    def broken(self) -> str:
+        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def consume(self, token_id: int) -> bool:
+        return token_id not in self._ends and self._matcher.consume_token(token_id)
+
+    def fitting(self, token_ids: Sequence[int]) -> int:
+        count = next((place for place, each in enumerate(token_ids) if each in self._ends), len(token_ids))
+        return self._matcher.validate_tokens(list(token_ids[:count]))
+
+    def roll_back(self, count: int) -> None:
+        if count and not self._matcher.rollback(count):
+            raise RuntimeError(f"llguidance cannot roll back: {self._matcher.get_error()}")
+
+    def forced(self) -> Sequence[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def mask(self) -> Mask:
+        words = np.empty(-(-self._mask_bytes // _WORD), dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        bits = words.view(np.uint8)
+        numbers = bits.data
+        for end in self._ends:
+            numbers[end >> 3] &= ~(1 << (end & 7)) & 0xFF
+        return bits[: self._mask_bytes]
+
+
+def first_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it cannot be compiled"])[0][:300]
