@@ -361,7 +361,7 @@ class Outcome:
             },
             "seeds": [SEED],
             "values": self._values,
-            "headlines": [name for name in self._values if "÷" in name],
+            "headlines": [name for name in self._values if "÷" in name] or list(self._values),
             "tables": {"decode steps": self._steps, "turns": self._turns, "prefills": self._prefills},
             "left_out": self.left_out,
             "baseline": "transformers with a static cache under torch.compile(mode='reduce-overhead') in the same "
