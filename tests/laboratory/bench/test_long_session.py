@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,12 @@ def test_facts_of_the_first_turns_are_asked_for_at_the_end(
     said: list[str] = []
     append = Long.append
     characters = load_tokenizer(tiny_folder)
-    monkeypatch.setattr(Long, "append", lambda self, ids: (said.append(characters.decode(ids)), append(self, ids))[1])
+
+    def append_and_note(session: Long, token_ids: Sequence[int]) -> None:
+        said.append(characters.decode(token_ids))
+        append(session, token_ids)
+
+    monkeypatch.setattr(Long, "append", append_and_note)
     # A model that has learned nothing: whatever it says counts as the first fact's key.
     task, right = TASKS["multi"], (Grade.EXACT, Grade.WRONG)
 
