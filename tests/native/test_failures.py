@@ -159,9 +159,9 @@ def test_any_number_of_threads_computes(count: int) -> None:
     numbers = np.ones((64, 64), np.float32)
     tensors = _Tensors(a=numbers)
     with library().open_threads(count) as threads:
-        from inference_engine.backends.native.program import _Packed
+        from inference_engine.backends.native.packed_weights import PackedWeights
 
-        packed = _Packed(library(), tensors, "auto")
+        packed = PackedWeights(library(), tensors, "auto")
         with packed.packing(2):
             index = packed.add(["a"], (64, 64))
         matrix: NativeMatrix = packed.matrices[index]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from inference_engine.backends.base import Admitted
-from inference_engine.backends.native.program import _Packed
+from inference_engine.backends.native.packed_weights import PackedWeights
 from inference_engine.compose import admit, executor, open_backend
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError, ModelError
@@ -226,7 +226,7 @@ def test_no_more_of_a_file_is_in_memory_than_what_is_packed_now(
         return done
 
     monkeypatch.setattr(opened, "pack", packing)
-    packed = _Packed(opened, File(), "auto")
+    packed = PackedWeights(opened, File(), "auto")
     with packed.packing(1):
         for name in tensors:
             packed.add([name], (rows, inputs))
@@ -248,7 +248,7 @@ def test_threads_pack_a_matrix_as_one_does(weights: str) -> None:
             return StoredTensor(name=name, path=Path(name), shape=shapes[name], encoding="F32", data=data)
 
     def packed(threads: int, at_once: int) -> bytes:
-        found = _Packed(library(), File(), weights, at_once=at_once)
+        found = PackedWeights(library(), File(), weights, at_once=at_once)
         with found.packing(threads):
             found.add(list(shapes), (118, 64))
         return found._tiles[0].tobytes()

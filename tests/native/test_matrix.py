@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from inference_engine.backends.native.program import pairs_of
+from inference_engine.backends.native.packed_weights import pairs_of
 from inference_engine.models.encodings import BY_NAME
 from inference_engine.native import build
 from inference_engine.native.library import Format, NativeMatrix, PackError, ProductIdentity, Source, why_missing

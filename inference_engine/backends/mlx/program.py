@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inference_engine.backends.mlx.device import Limits
 from inference_engine.backends.mlx.weights import CheckpointWeights, Matrix
 from inference_engine.backends.model_spec import ModelSpec
-from inference_engine.backends.native.program import TensorSource
+from inference_engine.backends.native.packed_weights import TensorSource
 from inference_engine.errors import ModelError
 from inference_engine.kernels.routing import Router
 from inference_engine.kv.geometry import SHORT_ROTARY

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.backends.native.program import SourceTensor, TensorSource
+from inference_engine.backends.native.packed_weights import SourceTensor, TensorSource
 from inference_engine.models.grouped import Grouped, GroupedCheckpoint
 
 # As numpy reads them, and as what MLX takes the bytes for.

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.model_spec import ModelSpec
 from inference_engine.backends.native.forward import NativeForward
-from inference_engine.backends.native.program import Program, packed_format
+from inference_engine.backends.native.packed_weights import packed_format
+from inference_engine.backends.native.program import Program
 from inference_engine.backends.tried_spec import tried_spec
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError, NotNative
