@@ -12,6 +12,7 @@ import pytest
 from transformers import DeepseekV3ForCausalLM
 
 from inference_engine.backends.torch_forward import TorchForward
+from inference_engine.errors import BackendError
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategies.restored import Restored
@@ -98,4 +99,9 @@ def _on_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("law", "strategy", "mode"), cases(), ids=lambda value: getattr(value, "__name__", str(value)))
 def test_a_law_holds(law: Callable[..., None], strategy: KVStrategy, mode: Mode, tmp_path: Path) -> None:
     given = {**GIVEN, "strategy": strategy, "mode": mode, "tmp_path": tmp_path}
-    law(**{name: given[name] for name in inspect.signature(law).parameters})
+    try:
+        law(**{name: given[name] for name in inspect.signature(law).parameters})
+    except BackendError as error:
+        if "is not available here" not in str(error):
+            raise
+        pytest.skip(str(error))  # with some processors' products no padding gives values narrower than keys equal bits

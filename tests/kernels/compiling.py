@@ -86,8 +86,9 @@ def _launch(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Launc
     parameters = inspect.signature(kernel.fn).parameters
     arguments = dict(zip(parameters, given, strict=False)) | {key: named[key] for key in parameters if key in named}
     described = tuple(
-        (name, (_constant if "constexpr" in str(parameter.annotation) else _type_of)(arguments[name]))
+        (name, _constant(value) if "constexpr" in str(parameter.annotation) or value is None else _type_of(value))
         for name, parameter in parameters.items()
+        for value in (arguments[name],)
     )
     options = tuple((key, named[key]) for key in OPTIONS if key in named)
     return kernel.fn.__module__, kernel.fn.__name__, described, options
@@ -126,6 +127,7 @@ def what_is_wrong(launch: Launch) -> str:
     module, name, arguments, options = launch
     kernel = getattr(importlib.import_module(module), name)
     constants = {parameter.name for parameter in kernel.params if parameter.is_constexpr}
+    constants |= {key for key, value in arguments if value is None}
     values = {key: True if key == "CHAINED" else _named(value) for key, value in arguments}
     source = ASTSource(
         fn=kernel,

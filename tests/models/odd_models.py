@@ -532,7 +532,7 @@ ODD: Mapping[str, Odd] = {
     "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
     "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch", "native"), refusal="no kernel"),
-    "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="deepseek_v3"),
+    "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="AttendLatent"),
     "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch", "native"), refusal="no kernel"),
     "GGUF, keys and values of layers that read others'": gguf_of(
         "gemma4 with inputs by layer", served_by=("torch", "native"), refusal="no kernel", tensors=keys_that_none_reads

@@ -325,7 +325,9 @@ CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
     "n_group": ("glm4_moe", {}, 2),
     "topk_group": ("glm4_moe", {"n_group": 2, "topk_group": 2}, 1),
     "routed_scaling_factor": ("glm4_moe", {}, 2.0),
+    "topk_method": ("deepseek_v2", {"n_group": 2, "topk_method": "greedy"}, "group_limited_greedy"),
     "first_k_dense_replace": ("glm4_moe", {}, 0),
+    "mlp_layer_types": ("glm_moe_dsa", {}, ["sparse", "sparse"]),
     "use_qk_norm": ("glm4_moe", {}, True),
     "kv_lora_rank": ("deepseek_v3", {}, 8),
     "q_lora_rank": ("deepseek_v3", {}, 8),
@@ -372,6 +374,7 @@ OTHERS = {
     "glm4_moe": configured(
         "Glm4Moe", n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=16
     ),
+    "deepseek_v2": configured("DeepseekV2", **_LATENT),
     "deepseek_v3": configured("DeepseekV3", **_LATENT),
     "deepseek_v32": configured("DeepseekV32", **_LATENT, **_INDEX),
     "glm_moe_dsa": configured("GlmMoeDsa", **_LATENT, **_INDEX, indexer_types=["full", "shared"]),
