@@ -36,6 +36,8 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "gemma3-270m": 268_098_176,
     "qwen3.5-9b": 8_953_803_264,
+    "gemma4-26b-a4b": 25_233_141_760,  # without what sees
+    "deepseek-v2-lite": 15_706_484_224,
 }
 
 
