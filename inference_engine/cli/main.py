@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from inference_engine.cli import process
 
+if TYPE_CHECKING:
+    from inference_engine.cli.lazy_commands import LateParser
 
-def parser() -> argparse.ArgumentParser:
+
+def parser() -> LateParser:
     from inference_engine import __version__
     from inference_engine.cli import audit, chat, demo, doctor, gateway, keys, models, serve, sessions, shells
     from inference_engine.cli import journal_commands as journal

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem, ShellComplete
 
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from inference_engine.cli.lazy_commands import LateParser
+
+    Subparsers = argparse._SubParsersAction[LateParser]
 
 VARIABLE = "_KAKEYA_COMPLETE"
 # For a shell's start file.
@@ -39,23 +41,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def answer(instruction: str, top: argparse.ArgumentParser) -> None:
+def answer(instruction: str, top: LateParser) -> None:
     """Print what can come next. instruction: such as bash_complete, as the script says it."""
     print(_shell(instruction.partition("_")[0], top).complete())
 
 
-def items(top: argparse.ArgumentParser, words: list[str], begun: str) -> list[tuple[str, str, str]]:
+def items(top: LateParser, words: list[str], begun: str) -> list[tuple[str, str, str]]:
     """What can stand behind `words` and begins like `begun`: (text, what it says, plain or file)."""
     parser, values = top, None
     for word in words:
         if word == "=":  # bash gives --name, = and a value as words of their own
             continue
-        parser.complete()  # type: ignore[attr-defined]
+        parser.complete()
         commands = next((one for one in parser._actions if isinstance(one, argparse._SubParsersAction)), None)
         values = parser._option_string_actions.get(word)
         if commands is not None and word in commands.choices:
             parser = commands.choices[word]
-    parser.complete()  # type: ignore[attr-defined]
+    parser.complete()
     name, is_joined, value = begun.partition("=")
     if begun.startswith("-") and is_joined:
         joined = parser._option_string_actions.get(name)
@@ -79,7 +81,7 @@ def _values(action: argparse.Action, begun: str) -> list[tuple[str, str, str]]:
     return [(begun, "", "file")] if any(word in shown for word in ("FILE", "FOLDER", "DIR", "PATH")) else []
 
 
-def _shell(shell: str, top: argparse.ArgumentParser | None) -> ShellComplete:
+def _shell(shell: str, top: LateParser | None) -> ShellComplete:
     from click.shell_completion import CompletionItem, get_completion_class
 
     kind: Any = get_completion_class(shell)
