@@ -160,7 +160,7 @@ def save_copies(engine: Engine, folder: Path) -> list[Path]:
     assert isinstance(hibernation, Hibernation), "the engine keeps no copies"
     on_the_engines_thread(engine, lambda: hibernation.save_all(LIMIT_SECONDS))
     is_recorded = threading.Event()
-    engine.when_saved(is_recorded.set)
+    engine.journal.on_saved(is_recorded.set)
     assert is_recorded.wait(LIMIT_SECONDS)
     return sorted((folder / COPIES).glob("*.kv"))
 

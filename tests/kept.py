@@ -236,7 +236,7 @@ def saved(engine: Engine) -> None:
     from threading import Event
 
     done = Event()
-    engine.when_saved(done.set)
+    engine.journal.on_saved(done.set)
     assert done.wait(30), "the journal does not commit"
 
 

@@ -58,7 +58,7 @@ from inference_engine.scheduler.request import Forced, Listener, OnLogits
 from inference_engine.scheduler.step_time import StepTimer
 from inference_engine.session.capacity import SessionLimits
 from inference_engine.session.history import TokenIds
-from inference_engine.session.journal import Journal, MemoryJournal, Receipt, SessionEntry, TokensRecord
+from inference_engine.session.journal import Journal, MemoryJournal, SessionEntry, TokensRecord
 from inference_engine.session.replies import identify
 from inference_engine.session.session import Session
 from inference_engine.session.store import SessionStore
@@ -66,7 +66,6 @@ from inference_engine.tracing import Tracing
 from inference_engine.types import (
     MAX_STOP_TOKEN_IDS,
     Bound,
-    Durability,
     GenerateParams,
     Mark,
     ReadTokenBytes,
@@ -103,7 +102,8 @@ class Engine:
     ) -> None:
         """Allocate the pool and start the engine's thread.
 
-        journal: keeps sessions; the engine stops it when it closes. None: they end with the process.
+        journal: keeps sessions; the engine stops it when it closes. None: they end with the process. `journal` says
+        what is safe: what a client is sent waits for that.
         latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
         keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
         end_ids: end a turn by the model's files, for sessions that ask for them. read_tokens: the bytes of tokens, for
@@ -119,7 +119,7 @@ class Engine:
         self._drafter: Drafter = NoDrafter() if drafter is None else drafter
         self._clock = clock
         self._wall_clock = wall_clock
-        self._journal = journal or MemoryJournal()
+        self.journal = journal or MemoryJournal()
         geometry = forward.geometry(page_tokens=self.config.page_tokens, segment_tokens=self.config.segment_tokens)
         # Without an operation for it, choosing by components is far slower than by blocks: then it has to be asked for.
         indexes_keys = forward.indexes_keys
@@ -149,7 +149,7 @@ class Engine:
         check_one_session_fits(default, self._context, limit, is_growing=self._is_growing)
         self._store = SessionStore(
             self._context,
-            self._journal,
+            self.journal,
             self.metrics,
             clock,
             limits=SessionLimits.of(self.config),
@@ -159,13 +159,13 @@ class Engine:
             components=components_digest(components or {}),
             wall_clock=wall_clock,
         )
-        self._journal.serves(self._store)
+        self.journal.serves(self._store)
         self._constraints = Constraints(forward.facts.vocab_size, read_tokens)
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
             Verifier(forward, self._context, tap_layers=self._drafter.tap_layers, lap=timer.lap),
             self._store,
-            self._journal,
+            self.journal,
             self.metrics,
             self.config,
             clock,
@@ -174,17 +174,17 @@ class Engine:
             drafter=self._drafter,
             constraints=self._constraints,
             open_snapshots=open_snapshots(
-                self._journal.book, self._store, self._context, forward, self.config, self.metrics, clock
+                self.journal.book, self._store, self._context, forward, self.config, self.metrics, clock
             ),
         )
         self.metrics.watch(
             lambda: collect_statistics(self._store, self._scheduler, self._context, self._clock()), strategy_names()
         )
-        self._calls = Calls(self._store, self._journal, self.metrics, self._refuse_when_draining)
+        self._calls = Calls(self._store, self.journal, self.metrics, self._refuse_when_draining)
         self._generates = Generates(
             self._store, self._scheduler, self.metrics, self.tracing, clock, refuse=self._refuse_when_draining
         )
-        self._recall = Recall(self._context, self._store, self._journal, self._calls, self._generates, self.metrics)
+        self._recall = Recall(self._context, self._store, self.journal, self._calls, self._generates, self.metrics)
         self._is_draining = False
         self._scheduler.start()
         if forward.device.type != "cpu":
@@ -429,7 +429,7 @@ class Engine:
             resident = self._store.page(owner, after=after, most=most)
         kept: Sequence[SessionEntry] = ()
         if not is_all_here:
-            kept = self._journal.page(owner, after=after, most=most)
+            kept = self.journal.page(owner, after=after, most=most)
             resident = self._store.page(owner, after=after, most=most)  # one may have come back meanwhile
         listed = [SessionListed.of(session, now=now, today=today) for session in resident if session.saved.tokens >= 0]
         for entry in kept:
@@ -441,9 +441,9 @@ class Engine:
 
     def lists_from_memory(self, owner: str) -> bool:
         """Are all of the owner's sessions in memory? Else `list_sessions` reads the disk."""
-        if self._journal.is_shared:
+        if self.journal.is_shared:
             return False
-        return not self._journal.keeps or self._store.count_of(owner) == self._journal.kept_by(owner).sessions
+        return not self.journal.keeps or self._store.count_of(owner) == self.journal.kept_by(owner).sessions
 
     def read_history(
         self, session_id: str, *, first: int = 0, most: int = MAX_PIECE_TOKENS, owner: str = ""
@@ -491,7 +491,7 @@ class Engine:
     def _look(
         self, session_id: str, owner: str, *, first: int = 0, most: int = 0
     ) -> tuple[SessionEntry, Sequence[TokensRecord]]:
-        found = self._journal.look(session_id, owner, first=first, most=most)
+        found = self.journal.look(session_id, owner, first=first, most=most)
         if found is None:
             raise SessionNotFound
         return found
@@ -560,15 +560,6 @@ class Engine:
 
     # -- what the journal keeps -------------------------------------------------------------------------------------
 
-    @property
-    def durability(self) -> Durability:
-        return self._journal.durability
-
-    @property
-    def has_others(self) -> bool:
-        """May other servers go on with its sessions?"""
-        return self._journal.is_shared
-
     def is_elsewhere(self, session_id: str, *, owner: str = "", request_id: bytes = b"") -> bool:
         """May the journal have something that a call needs and that is not in memory? Then `recall` it first.
 
@@ -585,53 +576,10 @@ class Engine:
         """
         self._recall.of_call(session_id, owner, request_id)
 
-    def receipt(self, session_id: str) -> Receipt:
-        """Of what was done with a session last. What a client is sent about it waits until that is safe, errors
-        included: they may carry the history's length."""
-        return self._journal.receipt(session_id)
-
-    def receipt_of_owner(self, owner: str) -> Receipt:
-        """Of what was done last with any of the owner's sessions."""
-        return self._journal.receipt_of_owner(owner)
-
-    def proof(self) -> Receipt:
-        """That the sessions in memory are still this server's: what a client is sent of them waits for that, too."""
-        return self._journal.proof()
-
-    def when_saved(self, callback: Callable[[], object], receipt: Receipt | None = None) -> None:
-        """Call back, from any thread, once everything is safe that was done until now; perhaps at once.
-
-        With a receipt: once that is safe or refused, and also when the disk has no space for it now, or the journal is
-        away.
-        """
-        self._journal.on_saved(callback, receipt)
-
-    @property
-    def is_full(self) -> bool:
-        """Is the disk full that sessions are kept on? Then they can be read and closed, and nothing else is done."""
-        return self._journal.is_full
-
-    @property
-    def is_away(self) -> bool:
-        """Is the journal out of reach for now? Then sessions in memory can be read, and all else waits."""
-        return self._journal.is_away
-
-    def refuse_when_blocked(self) -> None:
-        """Raise JournalFull, JournalAway or EngineStalled while what is done cannot be made safe."""
-        self._journal.refuse_when_blocked()
-
     @property
     def forward_failure(self) -> str:
         """Why no more steps can run; "": they can. Then the process has to end."""
         return self._forward.failure()
-
-    @property
-    def journal_failure(self) -> str:
-        """Why sessions cannot be kept any more, and the way out; "": they can.
-
-        Then nothing more is sent, and the process has to end.
-        """
-        return self._journal.failure
 
     def when_free(self, session_id: str, callback: Callable[[], None]) -> None:
         """Call back once, from any thread, when the session is free (at once if it is, or does not exist)."""
@@ -658,7 +606,7 @@ class Engine:
             drafter=self._drafter.name,
             end_ids=tuple(sorted(self._end_ids)),
             config=self.config,
-            durability=self._journal.durability,
+            durability=self.journal.durability,
         )
 
     def reserved_by(self, owner: str) -> Bound:
@@ -679,7 +627,7 @@ class Engine:
     def usage_of(self, owner: str) -> TokenUsage:
         """What the owner's Generates took that have ended, of sessions that closed, too. One that was cut by the end of
         the process counts from where it goes on."""
-        return self._journal.used_by(owner)
+        return self.journal.used_by(owner)
 
     def history_tokens_of(self, owner: str) -> int:
         """Tokens in the histories of the owner's sessions; tokens shared by forks count once."""
@@ -697,7 +645,7 @@ class Engine:
 
     def is_serving(self) -> bool:
         """The engine is alive, and what it does can be kept."""
-        return self.is_alive() and not self.is_full and not self.is_away
+        return self.is_alive() and not self.journal.is_full and not self.journal.is_away
 
     def drain(self, grace_seconds: float) -> None:
         """Refuse new sessions and Generates; wait for those that run; after the grace, end them with Draining."""
@@ -713,7 +661,7 @@ class Engine:
             self._scheduler.snapshots.close()
         self._constraints.close()
         self._store.close_all()
-        self._journal.stop()
+        self.journal.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -727,4 +675,4 @@ class Engine:
             raise Draining
         if self.is_stalled():
             raise EngineStalled
-        self.refuse_when_blocked()
+        self.journal.refuse_when_blocked()

@@ -17,10 +17,9 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
-from inference_engine.engine import Engine
 from inference_engine.errors import JournalAway, JournalFull, SessionElsewhere
 from inference_engine.server.stream import WOKEN_AT_ONCE
-from inference_engine.session.journal import Receipt
+from inference_engine.session.journal import Journal, Receipt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,8 +33,8 @@ class _Waiter:
 class DurableGate:
     """Event loop only."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._waiting: list[_Waiter] = []
         self._asked: int | None = None  # the number that the journal was asked for and has not answered
         self._is_asking = False  # at the end of this turn of the loop
@@ -52,9 +51,9 @@ class DurableGate:
                 raise SessionElsewhere(is_pending=not of_error)
             if receipt.is_refused:
                 raise JournalFull
-            if self._engine.is_away:
+            if self._journal.is_away:
                 raise JournalAway(is_pending=not of_error)
-            self._engine.refuse_when_blocked()  # else it has just become possible again
+            self._journal.refuse_when_blocked()  # else it has just become possible again
 
     async def synced(
         self,
@@ -73,7 +72,7 @@ class DurableGate:
         one's: it may have been stopped since, for so long that others took them. Raises SessionElsewhere then.
         """
         settled = partial(self._settled, unless_full=unless_full, unless_away=unless_away, most_seconds=most_seconds)
-        if not (is_safe := await settled(receipt)) or (proof := self._engine.proof()).is_safe:
+        if not (is_safe := await settled(receipt)) or (proof := self._journal.proof()).is_safe:
             return is_safe
         is_ours = await settled(proof)
         if proof.is_lost:
@@ -85,11 +84,11 @@ class DurableGate:
 
         Raises JournalAway.
         """
-        while not (proof := self._engine.proof()).is_safe:
+        while not (proof := self._journal.proof()).is_safe:
             await self._settled(proof, unless_full=False, unless_away=True, most_seconds=None)
             if proof.is_lost:
                 return
-            if self._engine.is_away:
+            if self._journal.is_away:
                 raise JournalAway
 
     async def _settled(
@@ -108,7 +107,7 @@ class DurableGate:
     def _is_over(self, receipt: Receipt, *, unless_full: bool, unless_away: bool) -> bool:
         if receipt.is_safe or receipt.is_refused:
             return True
-        return (unless_full and self._engine.is_full) or (unless_away and self._engine.is_away)
+        return (unless_full and self._journal.is_full) or (unless_away and self._journal.is_away)
 
     def _ask_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         """Those who come in one turn of the loop are asked for together at its end."""
@@ -128,7 +127,7 @@ class DurableGate:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._look, loop)
 
-        self._engine.when_saved(wake, first)
+        self._journal.on_saved(wake, first)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         """The journal has answered: some go on, and it is asked for the others."""

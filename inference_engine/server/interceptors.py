@@ -258,7 +258,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 if known.is_behind:
                     self._note_behind(known)
                 code, reason = code_of(known), reason_of(known)
-                await _abort(context, code, known.message, to_trailers(known, has_others=self._engine.has_others))
+                await _abort(
+                    context, code, known.message, to_trailers(known, has_others=self._engine.journal.is_shared)
+                )
             finally:
                 self._end(task)
                 seconds.observe(perf_counter() - began)

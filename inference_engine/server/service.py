@@ -239,7 +239,7 @@ class RuntimeService:
             listed = self._engine.list_sessions(after=request.page_token, most=most, owner=owner)
             return convert.list_to_wire(listed, most=most)
 
-        receipt = self._engine.receipt_of_owner(owner)
+        receipt = self._engine.journal.receipt_of_owner(owner)
         await self._gate.synced(receipt, unless_full=True, unless_away=True, most_seconds=LIST_SECONDS)
         if not self._engine.lists_from_memory(owner):
             return await self._on_disk(page)
@@ -301,13 +301,13 @@ class RuntimeService:
             except RequestError as error:
                 of = session_id or error.session_id
                 if error.reveals_session:
-                    await self._gate.confirmed(self._engine.receipt(of), of_error=True)
+                    await self._gate.confirmed(self._engine.journal.receipt(of), of_error=True)
                 raise
             # Looked up in the turn of the call: later ones of the session have other receipts.
             of = getattr(answer, "session_id", session_id)
             if changes:
                 with self._known_to_client(of):
-                    await self._gate.confirmed(self._engine.receipt(of))
+                    await self._gate.confirmed(self._engine.journal.receipt(of))
             return answer
 
         return call
@@ -319,7 +319,7 @@ class RuntimeService:
             yield
         except BaseException:
             if self._keeps:
-                safe = {one for one in self._unanswered if self._engine.receipt(one).is_safe}
+                safe = {one for one in self._unanswered if self._engine.journal.receipt(one).is_safe}
                 self._unanswered = {*(self._unanswered - safe), session_id}
             raise
 
@@ -362,12 +362,12 @@ class RuntimeService:
         A change whose call has ended without its answer is waited for, unless the disk has no space for it: its client
         asks here whether an append arrived. Raises JournalAway if it is out of reach whether that counts.
         """
-        receipt = self._engine.receipt(session_id)
+        receipt = self._engine.journal.receipt(session_id)
         if not (is_synced := receipt.is_safe) and session_id in self._unanswered:
             is_synced = await self._gate.synced(receipt, unless_full=True, unless_away=True)
         if is_synced:
             self._unanswered.discard(session_id)
-        if not is_synced and self._engine.is_away:
+        if not is_synced and self._engine.journal.is_away:
             raise JournalAway
         await self._gate.proved()
         try:
@@ -396,7 +396,7 @@ class RuntimeService:
             for event in feed.pop_all():
                 if self._keeps and not isinstance(event, TokenCommitted):
                     # A reader gets saved tokens only; others say how long the history is.
-                    await self._gate.synced(self._engine.receipt(session_id))
+                    await self._gate.synced(self._engine.journal.receipt(session_id))
                 if isinstance(event, Failed):
                     raise event.error
                 message = frame(event)

@@ -68,7 +68,7 @@ class Watchdog:
                     f"{what} while the model is served: its tokens would be wrong; restart the server with intact files"
                 )
                 return GaveUp(text, EXIT_SPOILED, Draining())
-            if failure := self._engine.journal_failure:
+            if failure := self._engine.journal.failure:
                 return GaveUp(f"sessions cannot be kept any more: {failure}", EXIT_JOURNAL, Draining())
             if failure := self._engine.forward_failure:
                 return GaveUp(f"no more steps can run: {failure}", EXIT_STALLED, EngineStalled())

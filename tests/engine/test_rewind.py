@@ -173,6 +173,6 @@ def test_a_rewind_that_a_full_disk_delays_is_done_when_there_is_space_and_once(t
         saved(engine)  # from the reserve, as the close that it is
         with pytest.raises((SessionNotFound, SessionClosed)):
             engine.session_info(session)
-        assert engine.receipt(new).is_safe
+        assert engine.journal.receipt(new).is_safe
         journal.is_full_disk = False
         assert history(engine, new) == text(60)[:30]

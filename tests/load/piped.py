@@ -186,7 +186,7 @@ class Life:
 
     def _saved(self) -> None:
         done = threading.Event()
-        self._engine.when_saved(done.set)
+        self._engine.journal.on_saved(done.set)
         done.wait()
 
     def _talk(self, agent: Agent, rng: random.Random) -> None:

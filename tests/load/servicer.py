@@ -86,7 +86,7 @@ class Servicer:
     """Every RPC of the service over `engine`."""
 
     def __init__(self, engine: Engine, *, busy_wait_seconds: float = 0.02) -> None:
-        service = RuntimeService(engine, ServerConfig(busy_wait_seconds=busy_wait_seconds), DurableGate(engine))
+        service = RuntimeService(engine, ServerConfig(busy_wait_seconds=busy_wait_seconds), DurableGate(engine.journal))
         self._handlers = service.handlers()
 
     async def call(self, request: Message, *, seconds: float | None = None) -> Outcome:

@@ -11,15 +11,14 @@ from typing import cast
 
 import pytest
 
-from inference_engine.engine import Engine
 from inference_engine.errors import SessionElsewhere
 from inference_engine.server.durable_gate import DurableGate
 from inference_engine.server.stream import WOKEN_AT_ONCE
-from inference_engine.session.journal import SAFE, Receipt
+from inference_engine.session.journal import SAFE, Journal, Receipt
 
 
 class Unsafe:
-    """What a gate knows of an engine. Nothing is safe until a test says so."""
+    """What a gate knows of a journal. Nothing is safe until a test says so."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[Callable[[], object], Receipt]] = []
@@ -33,7 +32,7 @@ class Unsafe:
     def record(self) -> Receipt:
         return Receipt(next(self._numbers))
 
-    def when_saved(self, callback: Callable[[], object], receipt: Receipt) -> None:
+    def on_saved(self, callback: Callable[[], object], receipt: Receipt) -> None:
         self.asked.append((callback, receipt))
 
     def answer(self, *safe: Receipt) -> None:
@@ -53,7 +52,7 @@ async def a_turn() -> None:
 
 
 def waiting(unsafe: Unsafe, *receipts: Receipt) -> tuple[DurableGate, list[asyncio.Task[bool]]]:
-    gate = DurableGate(cast(Engine, unsafe))
+    gate = DurableGate(cast(Journal, unsafe))
     return gate, [asyncio.ensure_future(gate.synced(receipt)) for receipt in receipts]
 
 
