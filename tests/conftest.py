@@ -15,16 +15,15 @@ import pytest
 from hypothesis import settings
 
 from inference_engine.config import configure_threads_environment, forbid_model_hub
-from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, further, make_further
+from tests.further import BENCHMARKS, HTTP, LABORATORY, PUBLISHED, UNREAD, further, make_further
 
 if TYPE_CHECKING:
     from tests.kept import Database, Place
     from tests.session.postgres_server import PostgresServer
 
 BEGUN = time.monotonic()
-# Where all tests are further ones. Without an expression of the caller's own they are not even read.
+# Where all tests are further ones. Without an expression of the caller's own, UNREAD, they are not even read.
 FURTHER_PLACES = (*LABORATORY, *BENCHMARKS, *HTTP, *PUBLISHED)
-UNREAD = "not long and not apple"
 
 # Conftest is read before any test module, so this comes before the first import of torch and transformers.
 configure_threads_environment()

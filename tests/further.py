@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+# The expression of a run that has none of them.
+UNREAD = "not long and not apple"
 FURTHER = (pytest.mark.long, pytest.mark.further)
 # All tests in them are further ones; what users start of the laboratory, the other commands, is in `make test`.
 LABORATORY = (

@@ -30,7 +30,7 @@ from tests.backends import test_gemma4 as gemma4
 from tests.backends import test_hybrids as hybrids
 from tests.backends import test_latent_families as latents
 from tests.backends.small_families import HISTORIES, continued, continues_as_transformers, ids_of
-from tests.further import further
+from tests.further import further, interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.tiny import SMALL, TRAINED_POSITIONS, VOCABULARY
 
@@ -202,10 +202,9 @@ def compare_ahead() -> None:
 @pytest.mark.parametrize(
     "compare",
     [
-        compare_delta,
         compare_convolutions,
-        compare_gemmas,
         compare_latents,
+        *map(interpreted, (compare_delta, compare_gemmas)),
         *map(further, (compare_scans, compare_more_scans, compare_mixtures, compare_normed, compare_products)),
         *map(further, (compare_laws, compare_one_order, compare_sessions, compare_ahead)),
     ],

@@ -476,10 +476,9 @@ def made_archive(
 @pytest.mark.parametrize(
     "compare",
     [
-        compare_choosing,
-        interpreted(compare_tiles),
         compare_restoring,
-        *(interpreted(compare) for compare in (compare_models, compare_equals, compare_rounded, compare_long_codes)),
+        *map(interpreted, (compare_choosing, compare_tiles, compare_models)),
+        *map(interpreted, (compare_equals, compare_rounded, compare_long_codes)),
     ],
 )
 def test_the_kernels_do_what_the_references_do(compare: Callable[[], None]) -> None:

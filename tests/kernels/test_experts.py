@@ -177,11 +177,8 @@ def compare_blocks() -> None:
 @pytest.mark.parametrize(
     "compare",
     [
-        compare_mixtures,
-        interpreted(compare_tokens_alone),
         compare_choices,
-        interpreted(compare_weights),
-        interpreted(compare_blocks),
+        *map(interpreted, (compare_mixtures, compare_tokens_alone, compare_weights, compare_blocks)),
     ],
 )
 def test_the_kernels_give_what_the_reference_gives(compare: Callable[[], None]) -> None:

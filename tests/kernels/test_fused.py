@@ -205,7 +205,7 @@ def compare_heads_that_share() -> None:
 
 @pytest.mark.parametrize(
     "compare",
-    [compare_products, interpreted(compare_products_of_any_number), compare_heads, compare_heads_that_share],
+    [compare_products, compare_heads, *map(interpreted, (compare_products_of_any_number, compare_heads_that_share))],
 )
 def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

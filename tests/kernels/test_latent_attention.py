@@ -10,6 +10,7 @@ import torch
 from inference_engine.kernels.fused import PLAIN, LatentHeads, RopeTable, RowNorm
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import AttentionCall
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.test_fused import device_of_kernels, is_close, moved, numbers
 from tests.kernels.test_ragged_attention import case, chunks, forks
@@ -71,6 +72,6 @@ def compare_heads() -> None:
                 assert is_close(got, expected), (count, pairs, keeps)
 
 
-@pytest.mark.parametrize("compare", [compare_attention, compare_heads])
+@pytest.mark.parametrize("compare", [interpreted(compare_attention), compare_heads])
 def test_the_kernels_give_what_the_references_give(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -24,6 +24,7 @@ from inference_engine.kernels.states import (
     enter_span,
 )
 from inference_engine.models.operations import StateSizes
+from tests.further import interpreted
 from tests.kernels.own_process import run_with_triton
 
 # Key heads, value heads, numbers of a key and of a value, taps.
@@ -233,6 +234,8 @@ def compare_gated_norms() -> None:
             assert far(found, expected.double()) < most
 
 
-@pytest.mark.parametrize("compare", [compare_histories, compare_neighbours, compare_rejected, compare_gates])
+@pytest.mark.parametrize(
+    "compare", [compare_histories, *map(interpreted, (compare_neighbours, compare_rejected)), compare_gates]
+)
 def test_kernels_of_states_equal_their_references(compare: Callable[[], None]) -> None:
     run_with_triton(compare)

@@ -23,7 +23,7 @@ from inference_engine.engine.results import SessionOpened
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Mode
 from tests import tiny
-from tests.further import make_further
+from tests.further import UNREAD, make_further
 from tests.laws import variants
 from tests.laws.variants import by_turns
 from tests.parallel.in_threads import tiny_ranks
@@ -68,7 +68,7 @@ RANKS = "ranks"
 ON_RANKS = ("test_drop_laws.py", "test_engine_laws.py", "test_forgetting_laws.py")
 BATCHED = (MLX, *HYBRIDS, RANKS)  # they have batched mode alone
 SOME = 1
-# With every variant, whose other values take turns. In the others, variants of one mechanism do, too.
+# With every variant, whose other values take turns. In the others, mechanisms and variants do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
 
 
@@ -110,8 +110,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     law = metafunc.definition
     if law.path.name in WITHOUT_EXECUTOR or law.originalname in (OF_MASKS, *OF_FIXED_SHAPES):
         return
-    executors = [pytest.param("", id=pytest.HIDDEN_PARAM), *(pytest.param(name, id=name) for name in BATCHED)]
+    executors = [pytest.param("", id=pytest.HIDDEN_PARAM), *(pytest.param(name, id=name) for name in _asked(metafunc))]
     metafunc.parametrize("executor", executors, indirect=True)
+
+
+def _asked(metafunc: pytest.Metafunc) -> tuple[str, ...]:
+    """Those of BATCHED whose cases may run: of the others none is made."""
+    if alone := metafunc.config.getoption("--executor"):
+        return (alone,)
+    if metafunc.config.option.markexpr != UNREAD:
+        return BATCHED
+    return BATCHED if metafunc.definition.path.name in WITH_STATES else (MLX,)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -183,8 +192,8 @@ def _is_further(item: pytest.Item) -> bool:
 
 def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Whose turn it is not. What a module names in IN_TURN takes turns as modes do: values of a parameter."""
-    cases: list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]] = []
-    of: list[pytest.Item] = []
+    cases: dict[bool, list[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]]] = {True: [], False: []}
+    of: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
         values = dict(_given(item))
         strategy, in_turn = values.pop("strategy", None), [str(values.pop("mode", None))]
@@ -193,13 +202,14 @@ def _waiting(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
                 in_turn.append(str(values.pop(name)))
         law = str(getattr(item, "originalname", ""))
         if isinstance(strategy, KVStrategy) and not _is_further(item):
-            group = (law, str(values))
-            if law in WITH_ALL:
+            group, has_all = (law, str(values)), law in WITH_ALL
+            if has_all:
                 in_turn.extend(str(value) for value in values.values())
                 group = (law, str(strategy))
-            cases.append((group, strategy, tuple(in_turn)))
-            of.append(item)
-    yield from (item for item, stays in zip(of, by_turns(cases), strict=True) if not stays)
+            cases[has_all].append((group, strategy, tuple(in_turn)))
+            of[has_all].append(item)
+    stay = {True: by_turns(cases[True], few=1), False: by_turns(cases[False])}
+    yield from (item for each in of for item, stays in zip(of[each], stay[each], strict=True) if not stays)
 
 
 def _law_and_name(item: pytest.Item) -> tuple[str, str]:

@@ -59,14 +59,14 @@ def test_cases_in_which_values_meet_first_hold_every_pair_of_them(number: int) -
     assert len(first) == len(mechanisms) * number <= len(cases)
 
 
-def test_in_laws_that_take_turns_nothing_is_left_out() -> None:
-    laws, modes = [(f"law {number}",) for number in range(5)], ["batched", "fixed-shape"]
+def test_in_laws_that_take_turns_nothing_is_left_out_of_all_of_them() -> None:
+    laws, modes = [(f"law {number}",) for number in range(20)], ["batched", "fixed-shape"]
     sizes = ["long", "short"]
     cases = list(product(laws, all_strategies(), product(modes, sizes)))
-    kept = [case for case, stays in zip(cases, by_turns(cases), strict=True) if stays]
+    kept = [case for case, stays in zip(cases, by_turns(cases, few=5), strict=True) if stays]
 
     mechanisms = {mechanism(strategy) for strategy in all_strategies()}
-    assert sorted((law, mechanism(strategy)) for law, strategy, _ in kept) == sorted(product(laws, mechanisms))
+    assert len({(law, mechanism(strategy)) for law, strategy, _ in kept}) == len(kept) == 5 * len(laws)
     for place, values in enumerate((modes, sizes)):
         assert {(law, given[place]) for law, _, given in kept} == set(product(laws, values))
         assert {(mechanism(strategy), given[place]) for _, strategy, given in kept} == set(product(mechanisms, values))

@@ -150,26 +150,34 @@ def meet_first(cases: Iterable[tuple[Any, ...]], *, of: Callable[[Any], Hashable
         met |= pairs
 
 
-def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]]) -> list[bool]:
+# Of the cases of a law, in `make test`: the others are further ones.
+FEW_CASES = 5
+
+
+def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]], few: int = FEW_CASES) -> list[bool]:
     """Of each case, a law with its other values, a strategy, and values that take turns, as modes do: does it stay?
 
-    One of each law and mechanism does: that whose mode and variant had fewest turns before. So every law has every
-    mechanism and both modes, and every mechanism has both modes, and every variant a turn, in some laws.
+    `few` of each law do: those whose mechanism, mode and variant had fewest turns before. So every law has several
+    mechanisms and both modes, and every mechanism and variant has both modes in some laws.
     """
-    groups: dict[tuple[tuple[str, ...], str], list[int]] = {}
-    for number, (law, strategy, _) in enumerate(cases):
-        groups.setdefault((law, mechanism(strategy)), []).append(number)
+    laws: dict[tuple[str, ...], list[int]] = {}
+    for number, (law, _, _) in enumerate(cases):
+        laws.setdefault(law, []).append(number)
     turns: Counter[Hashable] = Counter()
     stays = [False] * len(cases)
-    for (law, kind), numbers in groups.items():
+    for law, numbers in laws.items():
 
-        def known(number: int, law: tuple[str, ...] = law, kind: str = kind) -> tuple[Hashable, ...]:
+        def known(number: int, law: tuple[str, ...] = law) -> tuple[Hashable, ...]:
             _, strategy, values = cases[number]
-            return *((law, value) for value in values), *((kind, value) for value in values), str(strategy)
+            kind = mechanism(strategy)
+            of_law = ((law, kind), *((law, value) for value in values))
+            return *of_law, kind, *((kind, value) for value in values), str(strategy)
 
-        chosen = min(numbers, key=lambda number: [turns[value] for value in known(number)])
-        turns.update(known(chosen))
-        stays[chosen] = True
+        for _ in range(min(few, len(numbers))):
+            chosen = min(numbers, key=lambda number: [turns[value] for value in known(number)])
+            numbers.remove(chosen)
+            turns.update(known(chosen))
+            stays[chosen] = True
     return stays
 
 
