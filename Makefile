@@ -200,7 +200,7 @@ seeded-bugs: developed ## plant known bugs in a copy of the code, one by one; do
 	@$(BIN)/python scripts/seeded_bugs.py $(ARGS)
 
 release: typescript ## all that a release is made of, in dist/: VERSION=0.1.0; uploads nothing
-	@$(BIN)/python scripts/release.py $(VERSION)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python scripts/release.py $(VERSION)
 
 clean: ## remove .venv and everything that tools left (model cache and results stay)
 	@rm -rf $(VENV) build dist site .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

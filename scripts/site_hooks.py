@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path, PurePosixPath
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,6 +20,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from laboratory.commands.evaluate import pictures_of
 from laboratory.evaluation.report import experiments, shown
 
 DOCS = PurePosixPath("docs")
@@ -41,6 +43,7 @@ LANGUAGES |= {".conf": "nginx", ".service": "ini", ".yaml": "yaml"}
 LINK = re.compile(
     r"^```.*?^```|`[^`\n]+`|(?P<before>\]\()(?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)", re.MULTILINE | re.DOTALL
 )
+MARKUP = re.compile(r"[`*\[]|\](\(.*?\))?")
 
 log = logging.getLogger("mkdocs.hooks.site")
 
@@ -60,10 +63,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, uri in PAGES.items():
         if uri not in files.src_uris and (ROOT / path).exists():
             files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
-    for image in sorted((ROOT / RESULTS).rglob("*.png")):
-        files.append(File.generated(config, image.relative_to(ROOT).as_posix(), abs_src_path=str(image)))
-    for name in experiments(ROOT / RESULTS):
-        files.append(File.generated(config, _results_uri(name), content=shown(ROOT / RESULTS, name)))
+    cited = _cited(files)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = Path(folder)
+        for name, records in experiments(ROOT / RESULTS).items():
+            for record in records:
+                place = record.parent.relative_to(ROOT / RESULTS)
+                for image in pictures_of(record, drawn / place):
+                    uri = f"{RESULTS}/{place.as_posix()}/{image.name}"
+                    files.append(File.generated(config, uri, content=image.read_text(encoding="utf-8")))
+            page = shown(ROOT / RESULTS, name, drawn) + cited.get(name, "")
+            files.append(File.generated(config, _results_uri(name), content=page))
     for source in _linked_sources(files):
         files.append(File.generated(config, _source_uri(source), content=_shown(source)))
     return files
@@ -111,15 +121,37 @@ def _uri(path: PurePosixPath) -> str | None:
         return _results_uri(path.parts[1]) if len(path.parts) > 1 else PAGES["results/README.md"]
     if path.parent == DEPLOY and (ROOT / path).is_dir():
         return _source_uri(path)
+    if path.is_relative_to(RESULTS) and path.suffix == ".svg":
+        return str(path)  # drawn here, most of them; MkDocs says if one is not
     if not (ROOT / path).is_file():
         return None
     if path.is_relative_to(DOCS):
         return str(path.relative_to(DOCS))
-    return str(path) if path.suffix == ".png" else _source_uri(path)
+    return _source_uri(path)
 
 
 def _results_uri(experiment: str) -> str:
     return f"{RESULTS}/{experiment}.md"
+
+
+def _cited(files: Files) -> dict[str, str]:
+    """What a record's page says at its end: which parts of which pages draw on it, and so say what is won and lost."""
+    found: dict[str, dict[str, None]] = {}
+    for file in files.documentation_pages():
+        if (home := _home(file)) is None or home.is_relative_to(RESULTS):
+            continue
+        heading = title = ""
+        for line in file.content_string.splitlines():
+            if line.startswith("#"):
+                heading = line.lstrip("# ")
+                title = title or heading
+            for match in LINK.finditer(line):
+                path = _resolve(home, match["target"] or "")
+                if path.is_relative_to(RESULTS) and len(path.parts) > 1:
+                    words = title if heading == title else f"{title}: {heading}"
+                    link = f"[{MARKUP.sub('', words)}]({os.path.relpath(home, RESULTS)})"
+                    found.setdefault(path.parts[1], {})[link] = None
+    return {name: "\n## Read about it\n\n- " + "\n- ".join(links) + "\n" for name, links in found.items()}
 
 
 def _linked_sources(files: Files) -> list[PurePosixPath]:

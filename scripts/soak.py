@@ -41,7 +41,8 @@ from inference_engine.config import child_environment, configure_threads_environ
 configure_threads_environment()
 forbid_model_hub()
 
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
+from laboratory.evaluation.pictures import Course
 from tests.load.mass import PARTS, Tally
 
 TALKERS = 24
@@ -184,12 +185,13 @@ def _write(
     path = record.write_record(f"soak_{part}", payload, results_dir=args.results, items=args.items)
     if samples:
         at = [sample["seconds"] / 60 for sample in samples]
-        record.plot_lines(
-            path.with_name("footprint.png"),
+        megabytes = [sample["private_bytes"] / 1e6 for sample in samples]
+        pictures.lines(
+            path.with_name("footprint.svg"),
             title=f"{args.talkers} clients for {args.minutes:g} minutes",
             x_label="minutes",
             y_label="MB",
-            lines={"private memory": (at, [sample["private_bytes"] / 1e6 for sample in samples])},
+            courses=[Course("private memory", at, megabytes)],
         )
     print(f"{part}: {len(faults)} faults; {path.parent.name} {path.name}", flush=True)
     return bool(faults)

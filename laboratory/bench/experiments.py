@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         spread = "" if value["count"] == 1 else f" ({value['low']:.4g} to {value['high']:.4g})"
         print(f"{name}: {shown(value['median'])}{spread} {value['unit']}")
     if not arguments.no_record:
-        if (draw := getattr(module, "draw", None)) and find_spec("matplotlib"):
+        if draw := getattr(module, "draw", None):
             draw(payload, path.parent)
         print(path.relative_to(record.ROOT) if path.is_relative_to(record.ROOT) else path)
     if wrong := payload.get("wrong"):

@@ -21,7 +21,7 @@ import argparse
 import itertools
 import pydoc_data.topics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -43,9 +43,10 @@ from kakeya import Client, GenerateResult, ServerInfo, Session, SinkWindow, Stra
 from kakeya import KakeyaError as ClientError
 from kakeya.tokenization import ChatTokenizer, load_tokenizer
 from laboratory.bench.experiments import Save
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
 from laboratory.evaluation.interrupts import ended_as_interrupted
-from laboratory.evaluation.long_session import TurnSample, buckets, conversations, perplexity, values
+from laboratory.evaluation.long_session import TurnSample, buckets, perplexity, values
+from laboratory.evaluation.pictures import Course
 from laboratory.evaluation.tasks import TASKS, Grade, Question
 
 CONTEXT_TOKENS = 64  # what the scored passage begins with, unscored
@@ -427,31 +428,27 @@ def _payload(run: Run, args: argparse.Namespace, engine: EngineConfig, server: S
     }
 
 
-def draw(payload: dict[str, Any], folder: Path) -> None:
-    """Seconds a turn; of several conversations, of the first one and the last full one, turn by turn."""
-    samples = [TurnSample(**turn) for turn in payload["items"]["turns"]]
-    numbers = range(1, len(samples) + 1)
-    lines = {
-        "turn": (list(numbers), [sample.seconds for sample in samples]),
-        "first token": (list(numbers), [sample.first_token_seconds for sample in samples]),
-    }
-    pairs = [(number, turn.fresh_seconds) for number, turn in zip(numbers, samples, strict=True)]
-    talks = conversations(samples)
-    if len(talks) > 1:
-        shown = {"first conversation": talks[0]}
-        if len(talks) > 2:
-            shown["last full conversation"] = talks[-2]
-        lines = {
-            name: ([turn.place + 1 for turn in talk], [turn.seconds for turn in talk]) for name, talk in shown.items()
-        }
-        pairs = sorted((turn.place + 1, turn.fresh_seconds) for turn in samples if turn.fresh_seconds is not None)
-    paired = [(number, seconds) for number, seconds in pairs if seconds is not None]
-    lines["the same turn on a fresh session"] = ([n for n, _ in paired], [seconds for _, seconds in paired])
+def draw(payload: Mapping[str, Any], folder: Path) -> None:
+    """Seconds a turn, over a session; or over the conversations that one session after another had."""
+    parts = payload["course"]
+    turns, done = [], 0
+    for part in parts:
+        turns.append(done + part["turns"] / 2)
+        done += part["turns"]
+    courses = []
+    for name, key in (
+        ("turn", "turn_seconds"),
+        ("first token", "first_token_seconds"),
+        ("the same turn on a fresh session", "fresh_seconds"),
+    ):
+        own = [(at, part[key]) for at, part in zip(turns, parts, strict=True) if part.get(key)]
+        spread = [(one["low"], one["high"]) for _, one in own]
+        courses.append(Course(name, [at for at, _ in own], [one["median"] for _, one in own], spread))
     about = payload["config"]
-    record.plot_lines(
-        folder / "turns.png",
-        title=f"{about['model']}, {about['strategy']}: {len(samples)} turns",
-        x_label="turn" if len(talks) == 1 else "turn of the conversation",
-        y_label="seconds",
-        lines=lines,
+    pictures.lines(
+        folder / "turns.svg",
+        title=f"{about['model']}, {pictures.plain(about['strategy'])}: {done} turns",
+        x_label="turn",
+        y_label="seconds, median and quartiles",
+        courses=courses,
     )

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import logging
 import shlex
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, writable
 from inference_engine.errors import ConfigError
 from inference_engine.models import find_model
+from laboratory.bench.experiments import EXPERIMENTS as BENCHMARKS
 from laboratory.bench.experiments import NotingParser
 
 logger = logging.getLogger(__name__)
@@ -115,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.set_defaults(run=run)
     report = commands.add_parser(
         "report",
-        help="make the pages of records again, or show records",
+        help="make the index of records and their pictures again, or show records",
     )
     _add_results(report)
     report.add_argument(
@@ -125,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="EXPERIMENT",
         help="print the records of this experiment in full, without a name those of all; the index stays as it is",
     )
+    report.add_argument("--pictures", type=Path, metavar="DIR", help="draw every picture of every record into a folder")
     report.set_defaults(run=run_report)
 
 
@@ -173,10 +176,7 @@ def run(args: argparse.Namespace) -> int:
         payload = module.main(args, None)
     path = save(payload)
     if draw := getattr(module, "draw", None):
-        if importlib.util.find_spec("matplotlib"):
-            draw(payload, path.parent)
-        else:
-            logger.warning("no images: matplotlib is not installed; pip install 'kakeya-runtime[plots]'")
+        draw(payload, path.parent)
     for value_name, value in payload["values"].items():
         print(f"{value_name}: {shown(value['median'])} {value['unit']}")
     print(path)
@@ -208,13 +208,50 @@ def _opened(args: argparse.Namespace, model: ModelConfig, engine: EngineConfig) 
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Write the index page, or print records. Raises KakeyaError for a record that cannot be read."""
+    """Write the index page, draw pictures, or print records. Raises KakeyaError for a record that cannot be read."""
     from laboratory.evaluation.record import RESULTS
     from laboratory.evaluation.report import rebuild, shown
 
     results = args.results or RESULTS
-    print(rebuild(results) if args.show is None else shown(results, args.show or None))
+    if args.show is not None:
+        print(shown(results, args.show or None))
+        return 0
+    if args.pictures:
+        for path in sorted(results.glob("*/*/record.json")):
+            for picture in pictures_of(path, args.pictures / path.parent.relative_to(results)):
+                print(picture)
+    else:
+        for place in sorted({picture.parent for picture in results.glob("*/*/*.svg")}):
+            _draw_again(place)
+        print(rebuild(results))
     return 0
+
+
+def pictures_of(path: Path, folder: Path) -> list[Path]:
+    """Draw what the record of this path can draw, into a folder. Returns the pictures, of some kinds of records none.
+
+    What draws is the module that measured it, named by the record's command; where that has another name today, by its
+    folder's name.
+    """
+    from laboratory.evaluation.record import load
+
+    record = load(path)
+    kind, name = [*record["command"].split(), "", ""][1:3]
+    if path.parent.parent.name.startswith("long_session"):
+        kind, name = "bench", "long-session"
+    known: dict[str, dict[str, Any]] = {"evaluate": {**experiments()}, "bench": {**BENCHMARKS}}
+    measured = known.get(kind, {}).get(name)
+    if measured and not measured.module.startswith("tests.") and (draw := getattr(module_of(measured), "draw", None)):
+        draw(record, folder)
+    return sorted(folder.glob("*.svg"))
+
+
+def _draw_again(place: Path) -> None:
+    """Of the pictures that a record's folder has, each anew; others are left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        for picture in pictures_of(place / "record.json", Path(folder)):
+            if (place / picture.name).exists():
+                shutil.copyfile(picture, place / picture.name)
 
 
 def command(name: str, typed: Sequence[str]) -> str:

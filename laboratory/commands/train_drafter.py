@@ -6,7 +6,6 @@ kakeya train drafter --model FOLDER --device cuda --dtype bfloat16 --total-secon
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import random
 import time
@@ -19,6 +18,8 @@ from inference_engine.cli.settings import add_config_file, add_settings, setting
 from inference_engine.config import ModelConfig, in_full, writable
 from inference_engine.errors import ConfigError
 from laboratory.commands.train_corpus import corpus_folder
+from laboratory.evaluation import pictures
+from laboratory.evaluation.pictures import Course, Panel
 
 if TYPE_CHECKING:
     from kv_cache_proposer.dflash.drafter_config import DFlashConfig
@@ -164,8 +165,7 @@ def run(args: argparse.Namespace) -> int:
         length = acceptance_length(loaded.model, stored, words, text_set(held_out).batches(_MEASURED_AT_ONCE))
         metrics[f"acceptance_length_{kind}"] = round(length, 3)
     save_drafter(network, out, StoredManifest(**{**asdict(made), "metrics": metrics}))
-    if importlib.util.find_spec("matplotlib"):
-        _draw(read_log(out / TRAINING), out / TRAINING / "progress.png")
+    _draw(read_log(out / TRAINING), out / TRAINING / "progress.svg")
     state = "finished" if progress.is_finished else "not finished; run the same command again to go on"
     print(f"{out}: {progress.steps} steps in {progress.seconds:.0f} s, {state}")
     for name, value in metrics.items():
@@ -237,17 +237,12 @@ def _held_out(texts: list[Text], count: int, seed: int) -> dict[str, list[Text]]
 
 
 def _draw(readings: list[Reading], path: Path) -> None:
-    from matplotlib.figure import Figure  # drawing is slow to import
-
-    figure = Figure(figsize=(8, 4))
-    left, right = figure.subplots(1, 2)
     tokens = [reading.tokens / 1e6 for reading in readings]
-    left.plot(tokens, [reading.loss for reading in readings])
-    left.set_ylabel("loss")
-    right.plot(tokens, [reading.accepted + 1 for reading in readings])
-    right.set_ylabel("acceptance length, on blocks it learns from")
-    for axes in (left, right):
-        axes.set_xlabel("million tokens read")
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    shown = [
+        Panel("million tokens read", words, [Course("", tokens, values, has_dots=False, has_label=False)])
+        for words, values in (
+            ("loss", [reading.loss for reading in readings]),
+            ("acceptance length, on blocks it learns from", [reading.accepted + 1 for reading in readings]),
+        )
+    ]
+    pictures.panels(path, title="Training of the drafter", shown=shown)

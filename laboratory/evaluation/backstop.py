@@ -22,7 +22,7 @@ from typing import Any
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
-from laboratory.evaluation import needle, record
+from laboratory.evaluation import needle, pictures, record
 from laboratory.evaluation.arguments import geometry_of, require_at_least
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.layer_ranking import (
@@ -36,6 +36,7 @@ from laboratory.evaluation.layer_ranking import (
 )
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import text_passage
+from laboratory.evaluation.pictures import Course
 from laboratory.evaluation.tasks import TASKS
 from laboratory.evaluation.trials import EvaluationVoid, pair
 
@@ -192,18 +193,19 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Needles found, and KL to full, over the number of layers kept full."""
     rows = payload["tables"]["sweep"]
     for name, column, y_label in (("recall", "found", "needles found"), ("kl", "kl", "KL to full, nats")):
-        record.plot_lines(
-            folder / f"backstop_{name}.png",
+        pictures.lines(
+            folder / f"backstop_{name}.svg",
             title=f"{y_label}, with K layers kept full",
             x_label="layers kept full",
             y_label=y_label,
-            lines={
-                order: (
+            courses=[
+                Course(
+                    order,
                     [row["layers full"] for row in rows if row["chosen"] in (NONE, order)],
                     [row[column] for row in rows if row["chosen"] in (NONE, order)],
                 )
                 for order in (RANKED, EVEN)
-            },
+            ],
         )
 
 

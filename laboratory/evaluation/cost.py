@@ -22,10 +22,11 @@ from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.evaluation import record, traffic
+from laboratory.evaluation import pictures, record, traffic
 from laboratory.evaluation.arguments import geometry_of, require_at_least, strategy_argument
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
+from laboratory.evaluation.pictures import Course
 from laboratory.evaluation.sessions import circular, turned
 from laboratory.evaluation.timing import Run, run
 
@@ -102,26 +103,22 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     lines = payload["tables"]["cost"]
     batch = min(line["batch"] for line in lines)
     here = [line for line in lines if line["batch"] == batch]
-    for name, y_label, unit, read in (
+    drawn: tuple[tuple[str, str, str, Callable[[Mapping[str, Any]], float]], ...] = (
         ("decode", "tokens/s", "of all sessions", lambda line: line["batch"] / line["token_seconds"]),
         ("kv_bytes", "MiB of K/V", "of a session between Generates", lambda line: line["kv_bytes"] / 2**20),
-    ):
-        record.plot_lines(
-            folder / f"{name}.png",
+    )
+    for name, y_label, unit, read in drawn:
+        pictures.lines(
+            folder / f"{name}.svg",
             title=f"{y_label} {unit}, batch {batch}",
             x_label="history, tokens",
             y_label=y_label,
-            lines={
-                own: _course([line for line in here if line["strategy"] == own], read)
+            courses=[
+                Course(own, [line["length"] for line in mine], [read(line) for line in mine])
                 for own in dict.fromkeys(line["strategy"] for line in here)
-            },
+                if (mine := [line for line in here if line["strategy"] == own])
+            ],
         )
-
-
-def _course(
-    lines: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], float]
-) -> tuple[list[float], list[float]]:
-    return [line["length"] for line in lines], [read(line) for line in lines]
 
 
 # -- many runs -------------------------------------------------------------------------------------------------------

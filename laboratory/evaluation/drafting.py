@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ import torch
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies.full import Full
-from laboratory.evaluation import draft_identity, draft_speed, record
+from laboratory.evaluation import draft_identity, draft_speed, pictures, record
 from laboratory.evaluation.arguments import require_at_least, strategy_argument
 from laboratory.evaluation.asking import Asked
 from laboratory.evaluation.draft_identity import AGAIN, NEAR_TIE, SAME_TOKENS
 from laboratory.evaluation.draft_trials import LONGEST, PLAIN, Cell, drafting, prompts, short_prompts
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
+from laboratory.evaluation.pictures import Bar, Course
 from laboratory.evaluation.sessions import check_fits
 from laboratory.evaluation.writing import Step, Text, write_all
 
@@ -151,48 +152,43 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
         ("speed", "tokens/s ÷ plain", ("speed ÷ plain", "speed low", "speed high")),
     ):
         if lines := [line for line in tables.get(name, ()) if line[columns[0]] is not None]:
-            _bars(folder / f"{name.replace(' ', '_')}.png", lines, y_label, columns)
+            pictures.bars(
+                folder / f"{name.replace(' ', '_')}.svg",
+                title=f"Drafting: {y_label}",
+                label=f"{y_label}; 1 is without a drafter",
+                reference=1.0,
+                groups={
+                    kind: [Bar(_cell_name(line), *(line[column] for column in columns)) for line in own]
+                    for kind, own in _by(lines, lambda line: str(line["kind"])).items()
+                },
+            )
     if lines := tables.get("by place"):
-        by_cell: dict[str, list[Mapping[str, Any]]] = {}
-        for line in lines:
-            by_cell.setdefault(f"{line['drafter']}, {line['kind']}, {line['method']}", []).append(line)
-        record.plot_lines(
-            folder / "by_place.png",
+        pictures.lines(
+            folder / "by_place.svg",
             title="Drafts whose draft tokens are right up to here",
             x_label="place in the draft",
             y_label="share of drafts that reach it",
-            lines={
-                name: ([one["place"] for one in own], [one["right"] for one in own]) for name, own in by_cell.items()
-            },
+            courses=[
+                Course(name, [one["place"] for one in own], [one["right"] for one in own])
+                for name, own in _by(lines, lambda line: f"{_cell_name(line)}, {line['kind']}").items()
+            ],
         )
 
 
-def _bars(path: Path, lines: Sequence[Mapping[str, Any]], y_label: str, columns: tuple[str, str, str]) -> None:
-    """A bar with its spread for each line: kinds along the axis, drafters and methods beside each other."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
+def _cell_name(line: Mapping[str, Any]) -> str:
+    """The drafter; how it sampled, of how many sessions. Records of before July call the method `way`."""
+    batch = line.get("batch", 1)
+    method = line["method"] if "method" in line else line["way"]
+    return f"{line['drafter']}, {method}" + (f", batch {batch}" if batch > 1 else "")
 
-    kinds = list(dict.fromkeys(line["kind"] for line in lines))
-    by_name: dict[str, list[Mapping[str, Any]]] = {}
+
+def _by(
+    lines: Sequence[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], str]
+) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
     for line in lines:
-        batch = line.get("batch", 1)
-        name = f"{line['drafter']}, {line['method']}" + (f", batch {batch}" if batch > 1 else "")
-        by_name.setdefault(name, []).append(line)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(by_name)
-    for number, (name, own) in enumerate(by_name.items()):
-        heights = [line[columns[0]] for line in own]
-        places = [kinds.index(line["kind"]) + (number + 0.5) * width - 0.4 for line in own]
-        # A pooled value can lie outside the quartiles of its texts.
-        below = [max(0.0, height - line[columns[1]]) for height, line in zip(heights, own, strict=True)]
-        above = [max(0.0, line[columns[2]] - height) for height, line in zip(heights, own, strict=True)]
-        axes.bar(places, heights, width, yerr=[below, above], capsize=3, label=name)
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(title=f"Drafting: {y_label}", ylabel=y_label)
-    axes.set_xticks(range(len(kinds)), kinds)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize="x-small")
-    record.save_figure(figure, path)
+        found.setdefault(read(line), []).append(line)
+    return found
 
 
 def find(target: Target, names: Sequence[str]) -> dict[str, Drafter]:

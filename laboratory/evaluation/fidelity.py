@@ -27,12 +27,13 @@ from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
+from laboratory.evaluation import pictures
 from laboratory.evaluation.arguments import bytes_table, require_at_least, strategy_argument
 from laboratory.evaluation.divergence import FULL, Floats, Scores, compare
 from laboratory.evaluation.haystack import KINDS, Texts
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage, describe, text_passage
-from laboratory.evaluation.record import plot_lines, save_figure
+from laboratory.evaluation.pictures import Course, Panel
 from laboratory.evaluation.sessions import check_fits
 
 logger = logging.getLogger(__name__)
@@ -111,39 +112,44 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """KL to full, a line for each strategy: over lengths for each kind of text, over kinds for each length."""
     lines = [line for line in payload["tables"]["fidelity"] if line["kl"] > 0]
     for length in dict.fromkeys(line["length"] for line in lines):
-        _draw_kinds([line for line in lines if line["length"] == length], folder / f"kl_kinds_{length}.png")
+        _draw_kinds([line for line in lines if line["length"] == length], folder / f"kl_kinds_{length}.svg")
     for kind in dict.fromkeys(line["kind"] for line in lines):
         here = [line for line in lines if line["kind"] == kind]
-        draw_kl(folder / f"kl_{kind}.png", f"KL to full, {kind}", here, "strategy")
+        draw_kl(folder / f"kl_{kind}.svg", f"KL to full, {kind}", here, "strategy")
 
 
 def draw_kl(path: Path, title: str, lines: Sequence[Mapping[str, Any]], column: str) -> None:
     """KL to full over lengths: a course for each value of a column."""
-    courses: dict[str, tuple[list[float], list[float]]] = {}
-    for line in lines:
-        lengths, found = courses.setdefault(line[column], ([], []))
-        lengths.append(line["length"])
-        found.append(line["kl"])
-    plot_lines(path, title=title, x_label="context, tokens", y_label="nats a token, mean", lines=courses, is_log=True)
+    courses = [
+        Course(str(name), [line["length"] for line in own], [line["kl"] for line in own])
+        for name in dict.fromkeys(line[column] for line in lines)
+        if (own := [line for line in lines if line[column] == name])
+    ]
+    pictures.lines(
+        path,
+        title=title,
+        x_label="context, tokens",
+        y_label="nats a token, mean",
+        courses=courses,
+        is_log_x=True,
+        is_log_y=True,
+    )
 
 
 def _draw_kinds(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Mean and p99 of each strategy on every kind of text of one length, side by side; nothing for a single kind."""
-    from matplotlib.figure import Figure
-
     kinds = list(dict.fromkeys(line["kind"] for line in lines))
     if len(kinds) == 1:
         return
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    for axes, key, title in zip(figure.subplots(1, 2), ("kl", "kl p99"), ("mean", "p99"), strict=True):
+    shown = []
+    for key, y_label in (("kl", "nats a token, mean"), ("kl p99", "nats a token, p99")):
+        courses = []
         for name in dict.fromkeys(line["strategy"] for line in lines):
-            own = {line["kind"]: line[key] for line in lines if line["strategy"] == name}
-            axes.plot([kinds.index(kind) for kind in own], list(own.values()), marker="o", linewidth=0.6, label=name)
-        axes.set_xticks(range(len(kinds)), kinds, rotation=20)
-        axes.set(title=f"KL to full, {title}, at {lines[0]['length']}", yscale="log", ylabel="nats a token")
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=2)
-    save_figure(figure, path)
+            own = sorted((kinds.index(line["kind"]), line[key]) for line in lines if line["strategy"] == name)
+            has_label = key == "kl p99"  # once, at the right
+            courses.append(Course(name, [at for at, _ in own], [value for _, value in own], has_label=has_label))
+        shown.append(Panel("", y_label, courses, is_log_y=True, places=kinds))
+    pictures.panels(path, title=f"KL to full at {lines[0]['length']:,} tokens", shown=shown)
 
 
 # -- many passages ---------------------------------------------------------------------------------------------------

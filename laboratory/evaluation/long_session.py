@@ -206,12 +206,18 @@ def buckets(samples: Sequence[TurnSample]) -> list[dict[str, Any]]:
             "history_tokens": part[0].history_tokens,
             "turn_seconds": summarize([sample.seconds for sample in part], "s"),
             "first_token_seconds": summarize([sample.first_token_seconds for sample in part], "s"),
+            **({"fresh_seconds": summarize(fresh, "s")} if (fresh := _fresh(part)) else {}),
             "kv_bytes": summarize([sample.kv_bytes for sample in part], "bytes"),
             "attended_positions": part[-1].attended_positions,
             "evicted_positions": part[-1].evicted_positions,
         }
         for part in parts
     ]
+
+
+def _fresh(part: Sequence[TurnSample]) -> list[float]:
+    """Seconds of those turns that were done on a fresh session, too."""
+    return [sample.fresh_seconds for sample in part if sample.fresh_seconds is not None]
 
 
 def perplexity(logprobs: Sequence[float]) -> float:

@@ -23,11 +23,12 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
 from laboratory.evaluation.arguments import bytes_table, require_at_least, strategy_argument
 from laboratory.evaluation.asking import Asked, answer_all
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
+from laboratory.evaluation.pictures import Course
 from laboratory.evaluation.prompts import Prompt, Prompts
 from laboratory.evaluation.sessions import check_fits
 from laboratory.evaluation.tasks import TASKS, TOOL_CALL, Grade, Task
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL = "sink_window:sink=4,window=64"
 QUICK_TRIALS = 10
+_TITLES = {"single": "A planted fact is found", TOOL_CALL: "A tool call is repeated"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,31 +281,28 @@ def _values(cells: Sequence[Cell], control: str) -> dict[str, dict[str, Any]]:
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Recall over length, a line for each strategy with its Wilson interval: an image for each task and kind."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
     rows = payload["tables"]["recall"]
     for task, kind in dict.fromkeys((row["task"], row["kind"]) for row in rows):
         here = [row for row in rows if (row["task"], row["kind"]) == (task, kind)]
         names = list(dict.fromkeys(row["strategy"] for row in here))
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
+        apart = 1.015 if len({row["length"] for row in here}) > 1 else 1.0
+        courses = []
         for place, name in enumerate(names):
             mine = [row for row in here if row["strategy"] == name]
             # A little apart, or strategies that find everything would hide one another.
-            xs = [row["length"] * 1.015 ** (place - (len(names) - 1) / 2) for row in mine]
+            xs = [row["length"] * apart ** (place - (len(names) - 1) / 2) for row in mine]
             shares = [row["hits"] / row["trials"] for row in mine]
-            below = [share - row["low"] for share, row in zip(shares, mine, strict=True)]
-            above = [row["high"] - share for share, row in zip(shares, mine, strict=True)]
-            axes.errorbar(xs, shares, yerr=[below, above], label=name, marker="o", linewidth=1.2, capsize=3)
-        lengths = sorted({row["length"] for row in here})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.minorticks_off()
-        axes.set_xlim(lengths[0] / 1.4, lengths[-1] * 1.4)
-        axes.set(title=f"{task}, {kind}", xlabel="prompt, tokens", ylabel="share found (95 %)", ylim=(-0.03, 1.03))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        record.save_figure(figure, folder / f"recall_{task}_{kind}.png")
+            courses.append(Course(name, xs, shares, [(row["low"], row["high"]) for row in mine]))
+        pictures.lines(
+            folder / f"recall_{task}_{kind}.svg",
+            title=f"{_TITLES.get(task, f'Task {task}')}, in {kind}",
+            x_label="prompt, tokens",
+            y_label="share found, and its interval of 95 %",
+            courses=courses,
+            is_log_x=True,
+            x_ticks=sorted({row["length"] for row in here}),
+            y_range=(0.0, 1.0),
+        )
 
 
 def _recall_line(cell: Cell, name: str) -> dict[str, Any]:

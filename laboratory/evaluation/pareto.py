@@ -23,7 +23,8 @@ from typing import Any
 
 from inference_engine.errors import InvalidArgument
 from inference_engine.kv.strategies import parse_strategy
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
+from laboratory.evaluation.pictures import Mark, Panel
 from laboratory.evaluation.tasks import TOOL_CALL
 
 FULL = "full"
@@ -121,8 +122,6 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Each measure over bytes a token: an image for each, the winners joined by a line, the value of full dashed."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
     lines = payload["tables"]["all"]
     for measure in MEASURES:
         found = {line["strategy"]: line[measure.name] for line in lines if line.get(measure.name) is not None}
@@ -131,28 +130,19 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
             continue
         sizes = {name: line["bytes per token"] for line in lines if (name := line["strategy"]) in found}
         best = front(sizes, found, measure)
+        names = {name: words.removeprefix("full, ") for name, words in pictures.distinct(found).items()}
         is_log = measure in (KL, KEY_ERROR, VALUE_ERROR) and min(found.values()) > 0
-        figure = Figure(figsize=(9, 5.5), layout="constrained")
-        axes = figure.add_subplot()
-        axes.scatter([sizes[name] for name in found], list(found.values()), s=20)
-        for name, value in found.items():
-            is_below = any(other > value for own, other in found.items() if sizes[own] == sizes[name])
-            offset = (4, -9 if is_below else 3)  # or those of equal bytes would be written over each other
-            axes.annotate(_short(name), (sizes[name], value), fontsize=7, xytext=offset, textcoords="offset points")
-        axes.step([sizes[name] for name in best], [found[name] for name in best], where="post", linewidth=1)
-        if full is not None and not is_log:
-            axes.axhline(full, color="0.6", linestyle="--", linewidth=1, label="full")
-            axes.legend(fontsize=8)
-        words = f"{measure.words}, {measure.unit}"
-        axes.set(title=f"{measure.words}, {payload['config']['model']}", xlabel="bytes a token", ylabel=words)
-        axes.set_xscale("log", base=2)
-        ticks = sorted({sizes[name] for name in best} | {min(sizes.values()), max(sizes.values())})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=45, fontsize=7)
-        axes.minorticks_off()
-        if is_log:
-            axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-        record.save_figure(figure, folder / f"{measure.name.replace(' ', '_')}.png")
+        panel = Panel(
+            "bytes a token",
+            f"{measure.unit}; joined: nothing with as few bytes is as good",
+            marks=[Mark(names[name], sizes[name], value, name in best) for name, value in found.items()],
+            is_log_x=True,
+            is_log_y=is_log,
+            x_ticks=sorted({sizes[name] for name in best} | {min(sizes.values()), max(sizes.values())}),
+            reference=None if full is None or is_log else (full, "full"),
+        )
+        title = f"{measure.words[0].upper()}{measure.words[1:]}, {payload['config']['model']}"
+        pictures.panels(folder / f"{measure.name.replace(' ', '_')}.svg", title=title, shown=[panel])
 
 
 # -- joining ----------------------------------------------------------------------------------------------------------
@@ -356,13 +346,3 @@ def _headlines(sizes: Mapping[str, int], points: Points) -> list[tuple[Measure, 
 
 def _words(measure: Measure, name: str) -> str:
     return f"{measure.words}, {name}"
-
-
-def _short(name: str) -> str:
-    """A strategy on a plot: its codec, or what it restores from."""
-    options = parse_strategy(name).options()
-    if codec := options.get("codec"):
-        return str(codec) if name.startswith(f"{FULL}:") else f"{name.partition(':')[0]}, {codec}"
-    if source := options.get("source"):
-        return f"{source} {options['bytes_per_token']}"
-    return name

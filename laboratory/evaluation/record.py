@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import importlib.metadata
-import io
 import json
 import os
 import platform
@@ -22,15 +21,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from inference_engine.config import in_full
 from inference_engine.errors import ConfigError, InvalidArgument
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -382,73 +378,6 @@ def cpu_model() -> str:
         if asked.returncode == 0 and asked.stdout.strip():
             return asked.stdout.strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def plot_lines(
-    path: Path,
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    is_log: bool = False,
-) -> None:
-    """Draw named lines, each (xs, ys), into the image file `path`, a PNG. Bars where all stand at one x.
-
-    is_log: what is drawn differs by factors, in x and y.
-    """
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
-    if len(places := {x for xs, _ in lines.values() for x in xs}) == 1:
-        values = {name: ys[0] for name, (_, ys) in lines.items() if ys}
-        _plot_one_place(path, title=f"{title}; {x_label}: {places.pop():,}", label=y_label, values=values)
-        return
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, (xs, ys) in lines.items():
-        has_marker = is_log or len(xs) == 1  # a line through one point is nothing
-        axes.plot(xs, ys, label=name, linewidth=1.2, marker="o" if has_marker else None, markersize=4)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label)
-    if is_log:
-        axes.set_xscale("log", base=2)
-        ticks = sorted({x for xs, _ in lines.values() for x in xs})
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-    else:
-        axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    if len(lines) > 1:
-        axes.legend(fontsize="small")
-    save_figure(figure, path)
-
-
-def _plot_one_place(path: Path, *, title: str, label: str, values: Mapping[str, float]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.2 + 0.4 * len(values)), layout="constrained")
-    figure.suptitle(title)
-    axes = figure.add_subplot()
-    bars = axes.barh(list(values), list(values.values()))
-    axes.bar_label(bars, fmt="{:,.3g}", padding=3, fontsize="small")
-    axes.invert_yaxis()  # the first on top
-    axes.margins(x=0.1)
-    axes.tick_params(axis="y", labelsize="small")
-    axes.set(xlabel=label)
-    axes.grid(axis="x", alpha=0.3)
-    save_figure(figure, path)
-
-
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG of 256 colours: plots have few, and take a third of the bytes so. Folders are made."""
-    from PIL import Image
-
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format="png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(drawn).convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def _version(package: str) -> str | None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from inference_engine.errors import InvalidArgument
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
+from laboratory.evaluation.pictures import Course, Panel
 from laboratory.evaluation.recommendation import FULL, candidates, recommend
 from laboratory.evaluation.traffic import (
     Bill,
@@ -93,7 +94,7 @@ def main(arguments: argparse.Namespace, _target: object) -> dict[str, Any]:
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Nothing where no model was fitted."""
     if steps := payload["tables"]["steps"]:
-        plot(folder / "regime_map.png", steps)
+        plot(folder / "regime_map.svg", steps)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -198,42 +199,37 @@ def lines(bill: Bill, steps: Sequence[Step]) -> list[dict[str, Any]]:
 
 def plot(path: Path, reported: Sequence[Mapping[str, Any]]) -> None:
     """Draw `lines` into an image: measured against predicted, and a token's time against the context."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = list(dict.fromkeys(line["strategy"] for line in reported))
     batches = sorted({line["batch"] for line in reported})
-    for number, name in enumerate(names):
-        color, own = f"C{number % 10}", [line for line in reported if line["strategy"] == name]
-        left.scatter(
-            [1e3 * line["predicted_seconds"] for line in own],
-            [1e3 * line["measured_seconds"] for line in own],
-            s=18,
-            color=color,
-            label=name,
-        )
-        for batch, dash in {batches[-1]: "--", batches[0]: "-"}.items():
-            course = sorted((line for line in own if line["batch"] == batch), key=lambda line: int(line["length"]))
-            lengths = [line["length"] for line in course]
-            right.plot(lengths, [1e3 * line["predicted_seconds"] for line in course], dash, color=color, linewidth=1)
-            face = color if dash == "-" else "none"
-            measured = [1e3 * line["measured_seconds"] for line in course]
-            right.scatter(lengths, measured, s=18, edgecolors=color, facecolors=face)
-    ends = [1e3 * line[key] for line in reported for key in ("predicted_seconds", "measured_seconds")]
-    left.plot([min(ends), max(ends)], [min(ends), max(ends)], color="0.7", linewidth=1, zorder=0)
-    left.set(title="Decode step: measured against predicted", xlabel="predicted, ms", ylabel="measured, ms")
-    left.legend(fontsize=7)
-    # Strategies differ by factors of a hundred.
-    left.set_xscale("log")
-    left.set_yscale("log")
-    batch_words = f"batch {batches[0]}" + (f" (solid) and {batches[-1]} (dashed, hollow)" if len(batches) > 1 else "")
-    right.set(title=f"Dots measured, lines predicted;\n{batch_words}", xlabel="context, tokens", ylabel="step, ms")
-    right.set_xscale("log", base=2)
-    ticks = sorted({line["length"] for line in reported})
-    right.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    right.minorticks_off()
-    right.set_yscale("log")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    record.save_figure(figure, path)
+    dots, courses = [], []
+    for color, name in enumerate(dict.fromkeys(line["strategy"] for line in reported)):
+        own = [line for line in reported if line["strategy"] == name]
+        measured, predicted = ([1e3 * line[f"{key}_seconds"] for line in own] for key in ("measured", "predicted"))
+        dots.append(Course(name, predicted, measured, color=color, has_line=False, has_label=False))
+        for batch in dict.fromkeys((batches[0], batches[-1])):
+            is_first = batch == batches[0]
+            steps = sorted((line for line in own if line["batch"] == batch), key=lambda line: int(line["length"]))
+            lengths = [line["length"] for line in steps]
+            for key, has_line in (("predicted", True), ("measured", False)):
+                courses.append(
+                    Course(
+                        name,
+                        lengths,
+                        [1e3 * line[f"{key}_seconds"] for line in steps],
+                        color=color,
+                        has_line=has_line,
+                        has_dots=not has_line,
+                        has_label=has_line and is_first,
+                        is_dashed=not is_first,
+                    )
+                )
+    batch_words = f"batch {batches[0]}" + (f", and {batches[-1]} dashed" if len(batches) > 1 else "")
+    left = Panel("predicted, ms", "a decode step measured, ms", dots, is_log_x=True, is_log_y=True, is_diagonal=True)
+    right = Panel(
+        "context, tokens",
+        f"ms a step, dots measured, lines predicted; {batch_words}",
+        courses,
+        is_log_x=True,
+        is_log_y=True,
+        x_ticks=sorted({line["length"] for line in reported}),
+    )
+    pictures.panels(path, title="Decode step: measured against predicted", shown=[left, right])

@@ -49,7 +49,8 @@ Every number in the documents comes from a record: what ran, on what machine, an
 experiment below links to its folder. One line shows its newest record and one value of it.
 
 - The whole record, in the terminal: `kakeya evaluate report --show EXPERIMENT`; without a name, all of them.
-- The record as data: `results/EXPERIMENT/DATE-MACHINE/record.json`, with plots beside it.
+- The record as data: `results/EXPERIMENT/DATE-MACHINE/record.json`, some with pictures beside
+  it. On the site every experiment has a page with all of them; `kakeya evaluate report --pictures DIR` draws them, too.
 - A record keeps medians, quartiles and counts, not every trial, turn or sample. With `--items FILE` the command that
   measures writes those to a file elsewhere, a line of JSON for each.
 - In the file, names of values are split at their commas, and what names have in common stands once. A value is
@@ -93,8 +94,11 @@ def page(results: Path) -> str:
     return "\n\n".join((_INTRODUCTION.strip("\n"), "\n".join(rows))) + "\n"
 
 
-def shown(results: Path = RESULTS, experiment: str | None = None) -> str:
-    """Every record in full, or those of one experiment, the newest first. Raises KakeyaError for an unknown one."""
+def shown(results: Path = RESULTS, experiment: str | None = None, pictures: Path | None = None) -> str:
+    """Every record in full, or those of one experiment, the newest first. Raises KakeyaError for an unknown one.
+
+    pictures: a folder like `results`, with more pictures than are kept there.
+    """
     found = experiments(results)
     if experiment is not None and experiment not in found:
         near = _nearest(experiment, found)
@@ -106,7 +110,7 @@ def shown(results: Path = RESULTS, experiment: str | None = None) -> str:
     parts = []
     for name in found if experiment is None else (experiment,):
         parts.append(f"# {_words(name)}")
-        parts += [_section(path, results) for path in found[name]]
+        parts += [_section(path, results, pictures or results) for path in found[name]]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -138,13 +142,15 @@ def _headline(record: Mapping[str, Any]) -> str:
     return str(next(fitting, names[0]))
 
 
-def _section(path: Path, results: Path) -> str:
+def _section(path: Path, results: Path, pictures: Path) -> str:
     record = _read(path)
-    folder = path.parent
-    here = quote(folder.relative_to(results).as_posix())
+    place = path.parent.relative_to(results)
+    here = quote(place.as_posix())
     lines = [f"## {record['date']}, {_machine(record)}"]
     if what := record.get("what"):
         lines.append(_inline(what))
+    drawn = sorted((pictures / place).glob("*.svg"))
+    lines += [f"![{image.stem.replace('_', ' ')}]({here}/{quote(image.name)})" for image in drawn]
     lines.append(
         f"Against: {_inline(record['baseline'])}. Commit `{record['commit'][:12]}`, "
         f"[record]({here}/record.json). Made by:"
@@ -153,7 +159,6 @@ def _section(path: Path, results: Path) -> str:
     lines.append(_values(record))
     for title, rows in record.get("tables", {}).items():
         lines.append(_table(title, rows))
-    lines += [f"![{image.stem}]({here}/{quote(image.name)})" for image in sorted(folder.glob("*.png"))]
     return "\n\n".join(lines)
 
 

@@ -180,7 +180,7 @@ def draw(payload: Mapping[str, Any], folder: Path) -> None:
     for rate, kind in dict.fromkeys((line["latent bytes per token"], line["kind"]) for line in lines):
         here = [line for line in lines if (line["latent bytes per token"], line["kind"]) == (rate, kind)]
         title = f"KL to full at equal bytes, {kind}: a latent of {rate:,} bytes a token"
-        fidelity.draw_kl(folder / f"kl_{kind}_{rate}.png", title, here, "family")
+        fidelity.draw_kl(folder / f"kl_{kind}_{rate}.svg", title, here, "family")
 
 
 # -- equal bytes ------------------------------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ from inference_engine.errors import BackendError, InvalidArgument, NoCapacity
 from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy
-from laboratory.evaluation import record
+from laboratory.evaluation import pictures, record
 from laboratory.evaluation.arguments import geometry_of, require_at_least, strategy_argument
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.idle import Idle, fill
 from laboratory.evaluation.models import Target
+from laboratory.evaluation.pictures import Course
 from laboratory.evaluation.saved_entries import CAN_DROP, SavedEntries, filesystem
 from laboratory.evaluation.sessions import append_all, opened, turned
 from laboratory.evaluation.timing import start
@@ -146,27 +147,25 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
 
 def draw(payload: Mapping[str, Any], folder: Path) -> None:
     """Seconds to the first token, and MiB allocated for an idle session, over length."""
-    for name, table, key, y_label, column, unit in (
-        ("waking", "time to first token", "strategy", "seconds to the first token", "seconds", 1.0),
-        ("idle", "idle", "strategy", "MiB allocated for an idle session", "allocated_bytes", 2.0**20),
+    for name, table, y_label, column, unit in (
+        ("waking", "time to first token", "seconds to the first token", "seconds", 1.0),
+        ("idle", "idle", "MiB allocated for an idle session", "allocated_bytes", 2.0**20),
     ):
-        lines = payload["tables"][table]
-        if lines:
-            record.plot_lines(
-                folder / f"{name}.png",
+        if lines := payload["tables"].get(table):
+            key = "strategy" if "strategy" in lines[0] else "who"  # as the first records have it
+            pictures.lines(
+                folder / f"{name}.svg",
                 title=f"{y_label[0].upper()}{y_label[1:]}",
                 x_label="history, tokens",
                 y_label=y_label,
-                is_log=True,
-                lines={
-                    own: _course([line for line in lines if line[key] == own], column, unit)
+                is_log_x=True,
+                is_log_y=True,
+                courses=[
+                    Course(own, [line["length"] for line in mine], [line[column] / unit for line in mine])
                     for own in dict.fromkeys(line[key] for line in lines)
-                },
+                    if (mine := [line for line in lines if line[key] == own])
+                ],
             )
-
-
-def _course(lines: Sequence[Mapping[str, Any]], column: str, unit: float) -> tuple[list[float], list[float]]:
-    return [line["length"] for line in lines], [line[column] / unit for line in lines]
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ from inference_engine.engine import Engine
 from inference_engine.kv.strategy import KVStrategy
 from kakeya_mac import Mac
 from kakeya_mac.kernel import MatchTotals
+from laboratory.evaluation import pictures
 from laboratory.evaluation.arguments import require_at_least, strategy_argument
 from laboratory.evaluation.fidelity import measure, rows, values
 from laboratory.evaluation.haystack import KINDS
 from laboratory.evaluation.models import Target
 from laboratory.evaluation.passages import Passage, describe, forced, text_passage
-from laboratory.evaluation.record import exact, save_figure
+from laboratory.evaluation.pictures import Course
+from laboratory.evaluation.record import exact
 from laboratory.evaluation.sessions import check_fits
 
 _QUICK_COUNT = 64
@@ -124,22 +126,23 @@ def overall(lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
 
 def draw(payload: Mapping[str, Any], folder: Any) -> None:
     """Hit rate and skipped entries by layer: an image for each kind of text."""
-    from matplotlib.figure import Figure  # drawing is optional, and slow to import
-
     lines = payload["tables"]["layers"]
     for kind in dict.fromkeys(line["kind"] for line in lines):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
-        for name in dict.fromkeys(line["strategy"] for line in lines):
+        courses = []
+        for color, name in enumerate(dict.fromkeys(line["strategy"] for line in lines)):
             own = [line for line in lines if (line["strategy"], line["kind"]) == (name, kind)]
             layers = [line["layer"] for line in own]
-            (curve,) = axes.plot(layers, [line["hit rate"] for line in own], marker="o", label=f"hits, {name}")
+            courses.append(Course(name, layers, [line["hit rate"] for line in own], color=color))
             skipped = [line["skipped by groups"] for line in own]
-            axes.plot(layers, skipped, linestyle="--", color=curve.get_color(), label="entries skipped, shared K and V")
-        axes.set(title=f"Attention taken over, {kind}", xlabel="layer", ylabel="share", ylim=(0, 1))
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        save_figure(figure, folder / f"matches_{kind}.png")
+            courses.append(Course(name, layers, skipped, color=color, is_dashed=True, has_label=False))
+        pictures.lines(
+            folder / f"matches_{kind}.svg",
+            title=f"Attention taken over, {kind}",
+            x_label="layer",
+            y_label="share of hits; dashed: entries skipped, shared K and V",
+            courses=courses,
+            y_range=(0.0, 1.0),
+        )
 
 
 def _ignore(position: int, logits: torch.Tensor) -> None:

@@ -102,7 +102,7 @@ def bench(tiny_folder: str, results: Path, *arguments: str) -> tuple[int, dict[s
     more = ("--passage-tokens=8", "--results", str(results), "--items", str(items))
     status = main(["bench", "long-session", *common, *more, *arguments])
     (path,) = results.glob("long_session/*/record.json")
-    assert path.with_name("turns.png").stat().st_size > 0
+    assert path.with_name("turns.svg").stat().st_size > 0
     return status, load(path) | {"turns": [json.loads(line) for line in items.read_text().splitlines()]}
 
 

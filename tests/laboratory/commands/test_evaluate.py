@@ -40,7 +40,7 @@ def test_a_run_leaves_a_record_and_a_plot(
     assert found["experiment"] == "needle_tiny"
     assert "sink_window:sink=4,window=64: single, looped at 337" in found["values"]
     assert found["config"]["segment_tokens"] == 16
-    assert list(tmp_path.glob("needle_tiny/*/recall_single_looped.png"))
+    assert list(tmp_path.glob("needle_tiny/*/recall_single_looped.svg"))
     printed = capsys.readouterr().out.splitlines()
     assert "full: single, looped at 337: 0 of 2" in printed
     assert printed[-1].endswith("record.json")

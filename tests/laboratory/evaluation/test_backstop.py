@@ -93,4 +93,4 @@ def test_each_set_is_reported_beside_full(tmp_path: Path) -> None:
     assert "critical mass, evenly spaced" not in reported
     assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     draw({"tables": {"sweep": [one.row() for one in found]}}, tmp_path)
-    assert {image.name for image in tmp_path.glob("*.png")} == {"backstop_recall.png", "backstop_kl.png"}
+    assert {image.name for image in tmp_path.glob("*.svg")} == {"backstop_recall.svg", "backstop_kl.svg"}

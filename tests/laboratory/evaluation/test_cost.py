@@ -73,7 +73,7 @@ def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Tar
     payload = main(arguments(*typed), tiny_target)
     path = write_record("cost", {"command": "kakeya evaluate cost", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
-    assert {image.name for image in path.parent.glob("*.png")} == {"decode.png", "kv_bytes.png"}
+    assert {image.name for image in path.parent.glob("*.svg")} == {"decode.svg", "kv_bytes.svg"}
     lines = {(line["strategy"], line["length"]): line for line in payload["tables"]["cost"]}
     # Of 200 and one tokens, four more were timed; the layer that slides by itself reads its window.
     entry_bytes = geometry_of(tiny_target).layers[0].entry_bytes(geometry_of(tiny_target).itemsize)

@@ -192,10 +192,10 @@ def test_a_run_leaves_a_record_with_every_part_and_its_plots(target: Target, tmp
     payload = drafting.main(typed, target)
     path = write_record("drafting", {"command": "kakeya evaluate drafting", **payload}, results_dir=tmp_path)
     drafting.draw(payload, path.parent)
-    assert {image.name for image in path.parent.glob("*.png")} == {
-        "acceptance_length.png",
-        "by_place.png",
-        "speed.png",
+    assert {image.name for image in path.parent.glob("*.svg")} == {
+        "acceptance_length.svg",
+        "by_place.svg",
+        "speed.svg",
     }
     values, tables = payload["values"], payload["tables"]
     assert all(set(VALUE_KEYS) <= value.keys() for value in values.values())

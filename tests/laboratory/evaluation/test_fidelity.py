@@ -138,7 +138,7 @@ def test_a_run_leaves_a_record_and_a_plot_for_each_kind(tiny_target: Target, tmp
     )
     path = write_record("fidelity", {"command": "kakeya evaluate fidelity", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
-    assert (path.parent / "kl_looped.png").exists()
+    assert (path.parent / "kl_looped.svg").exists()
     assert [line["strategy"] for line in payload["tables"]["fidelity"]] == [FULL, str(WINDOW), "full, repeated"]
     assert payload["tables"]["fidelity"][0]["texts"] == 4
     assert payload["tables"]["left out"] == []

@@ -113,9 +113,9 @@ def test_a_run_records_every_strategy_in_every_cell_with_its_interval_and_its_pa
         row["hits"] for row in payload["tables"]["recall"] if row["strategy"] == "full"
     ]
     assert all(row["says something"] == (row["at least (95 %)"] > 0.0) for row in base)
-    assert {image.name for image in path.parent.glob("*.png")} == {
-        "recall_single_looped.png",
-        "recall_tool_call_looped.png",
+    assert {image.name for image in path.parent.glob("*.svg")} == {
+        "recall_single_looped.svg",
+        "recall_tool_call_looped.svg",
     }
 
 

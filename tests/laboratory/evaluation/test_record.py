@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from laboratory.evaluation import record
 
@@ -104,13 +103,3 @@ def test_a_record_must_not_name_the_host(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("platform.node", lambda: "secret-host")
     with pytest.raises(ValueError, match="name the host"):
         record.write_record("anything", payload(config={"target": "secret-host:50051"}), results_dir=tmp_path)
-
-
-def test_plots_are_drawn_into_files(tmp_path: Path) -> None:
-    for is_log in (False, True):
-        lines = tmp_path / "plots" / f"lines_{is_log}.png"
-        courses = {"a": ([1.0, 2.0], [3.0, 400.0]), "b": ([1.0], [2.0])}
-        record.plot_lines(lines, title="t", x_label="x", y_label="y", lines=courses, is_log=is_log)
-        assert lines.read_bytes().startswith(b"\x89PNG")
-        with Image.open(lines) as drawn:
-            assert drawn.mode == "P", "plots of many colours are three times as large"

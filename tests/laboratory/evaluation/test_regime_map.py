@@ -75,7 +75,7 @@ def test_a_map_is_made_from_a_cost_record_alone(tmp_path: Path) -> None:
     payload = main(parse("--cost", str(write_cost(tmp_path))), None)
     path = write_record("regime_map", {"command": "kakeya evaluate regime-map", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
-    assert (path.parent / "regime_map.png").exists()
+    assert (path.parent / "regime_map.svg").exists()
     assert {row["strategy"] for row in payload["tables"]["recommendation"] if row["task"] == FACTS} == {
         "full",
         NO_STRATEGY,
@@ -94,4 +94,4 @@ def test_what_was_measured_is_recommended_where_no_model_fits_it(tmp_path: Path)
         assert payload["tables"]["recommendation"]
         assert payload["values"] == {"cells measured": exact(len(rows), "cells")}
         draw(payload, tmp_path)
-        assert not list(tmp_path.glob("*.png"))
+        assert not list(tmp_path.glob("*.svg"))

@@ -101,7 +101,7 @@ def test_a_record_says_bytes_and_both_kinds_of_failure_side_by_side(target: Targ
     assert set(payload["headlines"]) <= payload["values"].keys()
     path = write_record("restoration", {"command": "test", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
-    assert (path.parent / "kl_prose_120.png").stat().st_size > 0
+    assert (path.parent / "kl_prose_120.svg").stat().st_size > 0
 
 
 @contextmanager

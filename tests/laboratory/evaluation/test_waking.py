@@ -127,7 +127,7 @@ def test_a_run_leaves_a_record_and_images(tiny_target: Target, tmp_path: Path) -
     payload = main(arguments(*typed, "--appended=5", "--kind=looped", "--disk", str(tmp_path)), tiny_target)
     path = write_record("waking", {"command": "kakeya evaluate waking", **payload}, results_dir=tmp_path)
     draw(payload, path.parent)
-    assert {image.name for image in path.parent.glob("*.png")} == {"waking.png", "idle.png"}
+    assert {image.name for image in path.parent.glob("*.svg")} == {"waking.svg", "idle.svg"}
     reported = payload["values"]
     assert all(set(VALUE_KEYS) <= value.keys() for value in reported.values())
     assert reported[f"first token ÷ ({ANEW}), {RESTORED}, at 203"]["count"] == 2
