@@ -24,6 +24,7 @@ from inference_engine.types import Sampling
 
 Row = NDArray[np.float32]
 Ids = NDArray[np.int64]
+Bits = NDArray[np.uint8]
 
 _ROWS = 64  # of the table in which large numbers are looked for
 _FEW, MOST = 64, 8192  # ids that are looked at first, and at most: more are not worth it
@@ -47,18 +48,34 @@ class Heavy:
     rest: float
 
 
-# Of each row [V], at its temperature; None where that would be many.
-Weigh = Callable[[Sequence[Row], Sequence[float]], Sequence[Heavy | None]]
+# Of each row [V], of what its mask allows, at its temperature; None where that would be many.
+Weigh = Callable[[Sequence[Row], Sequence[Bits | None], Sequence[float]], Sequence[Heavy | None]]
 
 
 class HostRow(NamedTuple):
     """A row of logits [V] to draw from. key: of its noise. few: the ids that it may be, ascending; None: all that are
-    not -inf, which are many."""
+    not -inf, which are many. mask: [⌈V / 8⌉], a bit for each id, the lowest first, set if it may be one; None: all may.
+    """
 
     logits: Row
     sampling: Sampling
     key: int
     few: Ids | None = None
+    mask: Bits | None = None
+
+    @property
+    def is_weighed(self) -> bool:
+        """May it be drawn by what is heavy alone?"""
+        return self.sampling.top_p < 1.0 and not self.sampling.top_k and len(self.logits) >= _ROWS * _FEW
+
+    def unmasked(self) -> HostRow:
+        """With -inf for what the mask does not allow."""
+        if self.mask is None:
+            return self
+        refused = np.unpackbits(~self.mask, count=len(self.logits), bitorder="little").view(np.bool_)
+        left = self.logits.copy()
+        np.copyto(left, np.float32(-np.inf), where=refused)
+        return self._replace(logits=left, mask=None)
 
 
 def drawn_from_few(rows: Sequence[HostRow], weigh: Weigh | None = None) -> list[int | None]:
@@ -66,12 +83,14 @@ def drawn_from_few(rows: Sequence[HostRow], weigh: Weigh | None = None) -> list[
     heavy: dict[int, Heavy | None] = {}
     whole = [place for place, row in enumerate(rows) if row.few is None]
     if whole and weigh is not None and any(row.sampling.top_p < 1.0 for row in rows):
-        weighed = weigh([rows[place].logits for place in whole], [rows[place].sampling.temperature for place in whole])
+        chosen = [rows[place] for place in whole]
+        weighed = weigh(
+            [row.logits for row in chosen],
+            [row.mask for row in chosen],
+            [row.sampling.temperature for row in chosen],
+        )
         heavy = dict(zip(whole, weighed, strict=True))
-    found = [
-        _candidates(*row[:3], heavy.get(place)) if row.few is None else _candidates_of(row.few, *row[:2])
-        for place, row in enumerate(rows)
-    ]
+    found = [_found(row, heavy.get(place)) for place, row in enumerate(rows)]
     known = [ids for ids in found if ids is not None]
     if not known:
         return [None] * len(rows)
@@ -88,6 +107,16 @@ def drawn_from_few(rows: Sequence[HostRow], weigh: Weigh | None = None) -> list[
         drawn.append(int(ids[scores.argmax()]))
         first += count
     return drawn
+
+
+def _found(row: HostRow, heavy: Heavy | None) -> Ids | None:
+    if row.few is not None:
+        return _candidates_of(row.few, row.logits, row.sampling)
+    if row.mask is not None:  # which is worth a copy of the row only where it has to be
+        if heavy is not None and row.is_weighed and (kept := _of_heavy(row.logits, row.sampling, heavy)) is not None:
+            return _likely(row.logits, kept, row.sampling)
+        row = row.unmasked()
+    return _candidates(row.logits, row.sampling, row.key, heavy)
 
 
 def _candidates(row: Row, sampling: Sampling, key: int, heavy: Heavy | None = None) -> Ids | None:
@@ -158,10 +187,8 @@ def _nucleus(row: Row, sampling: Sampling, top_k: int, heavy: Heavy | None) -> I
         ranked = _largest(row, top_k)[:top_k]
         kept = _share(row, ranked, sampling, 0.0)
         return ranked[:kept] if kept else None
-    if heavy is not None:
-        ranked = _ranked(row, heavy.ids)
-        if kept := _share(row, ranked, sampling, heavy.rest):
-            return ranked[:kept]
+    if heavy is not None and (of_heavy := _of_heavy(row, sampling, heavy)) is not None:
+        return of_heavy
     ranked = _largest(row, _FEW)
     weights = np.subtract(row, row[ranked[0]], out=_scratch(len(row)))
     weights *= np.float32(1.0 / sampling.temperature)
@@ -177,6 +204,12 @@ def _nucleus(row: Row, sampling: Sampling, top_k: int, heavy: Heavy | None) -> I
     ranked = np.concatenate([ranked, _ranked(row, others)])
     weights[others] = 0.0
     kept = _share(row, ranked, sampling, float(weights.sum()))
+    return ranked[:kept] if kept else None
+
+
+def _of_heavy(row: Row, sampling: Sampling, heavy: Heavy) -> Ids | None:
+    ranked = _ranked(row, heavy.ids)
+    kept = _share(row, ranked, sampling, heavy.rest)
     return ranked[:kept] if kept else None
 
 

@@ -386,24 +386,22 @@ def _drawn_on_host(
             largest = own[offset].token_id
             if is_greedy and (mask is None or mask[largest >> 3] >> (largest & 7) & 1):
                 continue
-            left, ids = row, sampler.few
+            ids = sampler.few
             if mask is not None:
-                bits = bits_of(mask, len(row))
-                if np.count_nonzero(bits) > MOST:
-                    left, ids = row.copy(), None
-                    np.copyto(left, np.float32(-np.inf), where=~bits)
-                else:
-                    ids = bits.nonzero()[0]
-                if is_greedy or (ids is not None and len(ids) == 1):
-                    token_id = left.argmax() if ids is None else ids[row[ids].argmax()]
-                    own[offset] = own[offset]._replace(token_id=int(token_id))
-                    continue
-            rows.append(HostRow(left, sampler.sampling, key(sampler.seed, each.position + offset), ids))
+                ids = None if int(np.bitwise_count(mask).sum()) > MOST else bits_of(mask, len(row)).nonzero()[0]
+            left = HostRow(row, sampler.sampling, key(sampler.seed, each.position + offset), ids)
+            if mask is not None and ids is None:
+                left = left._replace(mask=mask)
+            if mask is not None and (is_greedy or (ids is not None and len(ids) == 1)):
+                token_id = left.unmasked().logits.argmax() if ids is None else ids[row[ids].argmax()]
+                own[offset] = own[offset]._replace(token_id=int(token_id))
+                continue
+            rows.append(left)
             places.append((own, offset))
     for row, (own, offset), found in zip(rows, places, drawn_from_few(rows, weigh), strict=True):
         token_id = found
         if token_id is None:
-            left = row.logits if row.few is None else only(row.logits, row.few)
+            left = row.unmasked().logits if row.few is None else only(row.logits, row.few)
             token_id = int(draw(torch.from_numpy(left)[None], [row.sampling], [row.key], noise_of_all))
         own[offset] = Sample(token_id, None, is_finite=True)
     return samples

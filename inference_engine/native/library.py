@@ -444,22 +444,31 @@ class Kernels:
             raise MemoryError(f"no memory is left to choose the codes of {codes.vectors} tokens")
 
     def weigh(
-        self, threads: Threads, rows: Sequence[Floats], scales: Floats, ids: NDArray[np.int64]
+        self,
+        threads: Threads,
+        rows: Sequence[Floats],
+        masks: Sequence[NDArray[np.uint8] | None],
+        scales: Floats,
+        ids: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Of each row of logits [V]: which are heavy, e ** -8 of the largest at least, and what all others weigh.
 
+        masks: of each row, [⌈V / 8⌉], a bit for each id, the lowest first, set if it may be one; None: all may.
         scales: float32 [n], 1 / temperature. ids: [n, room], for the heavy ones, ascending. Returns how many there are,
         more than `room` if they do not all fit, and the weights, roughly. Raises MemoryError.
         """
         assert all(len(row) == len(rows[0]) and row.dtype == np.float32 and row.flags.c_contiguous for row in rows)
         assert scales.dtype == np.float32 and ids.flags.c_contiguous and len(scales) == len(ids) == len(rows)
-        addresses = np.array([row.__array_interface__["data"][0] for row in rows], np.int64)
+        assert all(mask is None or (mask.flags.c_contiguous and 8 * len(mask) >= len(rows[0])) for mask in masks)
+        addresses = np.array([_address(row) for row in rows], np.int64)
+        allowed = np.array([0 if mask is None else _address(mask) for mask in masks], np.int64)
         found, rest = np.empty(len(rows), np.int64), np.empty(len(rows), np.float64)
         with threads.lock:
             fails = self._functions.kakeya_weigh(
                 self.address,
                 threads.address,
                 addresses.ctypes.data,
+                allowed.ctypes.data,
                 scales.ctypes.data,
                 len(rows),
                 len(rows[0]),
@@ -471,6 +480,11 @@ class Kernels:
         if fails:
             raise MemoryError(f"no memory is left to weigh the logits of {len(rows)} tokens")
         return found, rest
+
+
+def _address(numbers: NDArray[Any]) -> int:
+    address: int = numbers.__array_interface__["data"][0]
+    return address
 
 
 class Library:
@@ -619,7 +633,7 @@ def _declare(functions: ctypes.CDLL) -> None:
         "compress": (integer, (pointer, pointer, ctypes.POINTER(CodedEntries))),
         "restore": (integer, (pointer, pointer, ctypes.POINTER(RestoredRun))),
         "choose": (integer, (pointer, pointer, ctypes.POINTER(TrellisCodes))),
-        "weigh": (integer, (pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
+        "weigh": (integer, (pointer, pointer, pointer, pointer, pointer, long, long, long, pointer, pointer, pointer)),
         "packed_bytes": (long, (integer, long, long)),
         "pack": (integer, (integer, integer, pointer, long, long, pointer, pointer)),
         "open_program": (pointer, (pointer, pointer, integer, integer, *(pointer, long) * 7)),

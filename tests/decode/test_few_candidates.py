@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_engine.kernels.cpu_sampling import HostRow, drawn_from_few
+from inference_engine.kernels.cpu_sampling import Bits, Heavy, HostRow, Row, drawn_from_few
 from inference_engine.kernels.filters import draw
 from inference_engine.kernels.sampler import Sampler
 from inference_engine.kernels.sampling import Draw, draw_all
@@ -46,6 +48,54 @@ def test_few_candidates_give_the_token_that_all_give(
     found = drawn_from_few([*map(HostRow, logits.numpy(), chosen, keys)])
     for one, sampling, key, token in zip(logits, chosen, keys, found, strict=False):
         assert token is None or token == int(draw(one[None], [sampling], [key])[0])
+
+
+def weighed(rows: Sequence[Row], masks: Sequence[Bits | None], temperatures: Sequence[float]) -> list[Heavy | None]:
+    """Implements Weigh, as the kernels do."""
+    found = list[Heavy | None]()
+    for row, mask, temperature in zip(rows, masks, temperatures, strict=True):
+        left = HostRow(row, Sampling(), 0, mask=mask).unmasked().logits.astype(np.float64)
+        weights = np.exp((left - left.max()) / temperature)
+        heavy = np.flatnonzero(weights >= np.exp(-8.0))
+        found.append(Heavy(heavy, float(np.delete(weights, heavy).sum())))
+    return found
+
+
+@given(
+    st.lists(samplings, min_size=1, max_size=3),
+    st.lists(noise_keys, min_size=3, max_size=3),
+    st.integers(0, 2**32),
+    st.sampled_from([1.0, 3.0, 10.0]),
+    st.sampled_from([0.3, 0.5, 0.97]),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_row_under_a_mask_gives_the_token_of_what_the_mask_leaves(
+    chosen: list[Sampling], keys: list[int], seed: int, spread: float, share: float
+) -> None:
+    """Peaks are allowed or not, as all others."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(chosen), VOCABULARY, generator=generator) * spread
+    logits[:, torch.randint(0, VOCABULARY, (12,), generator=generator)] += 8.0
+    allowed = torch.rand(len(chosen), VOCABULARY, generator=generator) < share
+    masks = np.packbits(allowed.numpy(), axis=1, bitorder="little")
+    rows = [HostRow(*each[:3], mask=each[3]) for each in zip(logits.numpy(), chosen, keys, masks, strict=False)]
+    left = torch.where(allowed, logits, -torch.inf)
+    for found in (drawn_from_few(rows, weighed), drawn_from_few(rows)):
+        for one, row, token in zip(left, rows, found, strict=True):
+            assert token is None or token == int(draw(one[None], [row.sampling], [row.key])[0])
+
+
+def test_what_is_heavy_under_a_mask_is_drawn_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The off-switch of the test above."""
+    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.0
+    logits[:, :20] += torch.arange(20) * 0.5 + 4.0
+    mask = np.packbits(np.arange(VOCABULARY) % 5 > 0, bitorder="little")
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    rows = [HostRow(row, sampling, key, mask=mask) for key, row in enumerate(logits.numpy())]
+    heavy = weighed([row.logits for row in rows], [mask] * 40, [0.8] * 40)
+    monkeypatch.setattr(HostRow, "unmasked", None)
+    found = drawn_from_few(rows, lambda *_: heavy)
+    assert None not in found and len(set(found)) > 3 and all(token and token % 5 for token in found)
 
 
 @pytest.mark.parametrize("sampling", [
@@ -99,11 +149,18 @@ def test_what_the_kernels_weigh_is_what_numpy_weighs() -> None:
     with library().open_threads(2) as threads:
         for level in library().levels():
             kernels, ids = library().kernels(level), np.empty((5, 200), np.int64)
-            found, rest = kernels.weigh(threads, numbers, scales, ids)
+            found, rest = kernels.weigh(threads, numbers, [None] * 5, scales, ids)
             assert found[2] == 1007 and found[0] < 200
             for row, own, count, weight in zip(weights, ids, found, rest, strict=True):
                 heavy = np.flatnonzero(row >= np.exp(-8.0))
                 assert count == len(heavy) and own[:200].tolist()[:count] == heavy[:200].tolist()[:count]
                 assert weight == pytest.approx(np.delete(row, heavy).sum(), rel=2e-5)
-            alone = kernels.weigh(threads, numbers[:1], scales[:1], np.empty((1, 200), np.int64))
+            alone = kernels.weigh(threads, numbers[:1], [None], scales[:1], np.empty((1, 200), np.int64))
             assert alone[1][0] == rest[0]
+            bits = np.packbits(np.arange(1007) % 3 > 0, bitorder="little")
+            few = np.where(np.arange(1007) % 3 > 0, rows.numpy(), np.float32(-np.inf))
+            masked = kernels.weigh(threads, numbers, [None, bits, None, bits, bits], scales, ids)
+            by_hand = kernels.weigh(
+                threads, [numbers[0], few[1], numbers[2], few[3], few[4]], [None] * 5, scales, ids.copy()
+            )
+            assert np.array_equal(masked[0], by_hand[0]) and np.array_equal(masked[1], by_hand[1])

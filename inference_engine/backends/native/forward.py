@@ -203,11 +203,16 @@ class NativeForward(NeverFails):
         samples = draw_all(logits, step.draws, self._ops.noise_of_all, self._weigh, peaks) if step.draws else ()
         return Result(logits, tapped, samples)
 
-    def _weigh(self, rows: Sequence[NDArray[np.float32]], temperatures: Sequence[float]) -> list[Heavy | None]:
+    def _weigh(
+        self,
+        rows: Sequence[NDArray[np.float32]],
+        masks: Sequence[NDArray[np.uint8] | None],
+        temperatures: Sequence[float],
+    ) -> list[Heavy | None]:
         """Implements Weigh."""
         ids = np.empty((len(rows), _MOST_HEAVY), np.int64)
         program, scales = self.program, (1.0 / np.array(temperatures)).astype(np.float32)
-        found, rest = program.kernels.weigh(program.threads, rows, scales, ids)
+        found, rest = program.kernels.weigh(program.threads, rows, masks, scales, ids)
         return [
             Heavy(own[:count], weight) if count <= _MOST_HEAVY else None
             for own, count, weight in zip(ids, found.tolist(), rest.tolist(), strict=True)

@@ -136,9 +136,10 @@ int32_t kakeya_decompress(const Kernels* kernels, void* threads, const CodedEntr
   return guarded([&] { kernels->decompress(*(Threads*)threads, *entries); });
 }
 
-int32_t kakeya_weigh(const Kernels* kernels, void* threads, const float* const* rows, const float* scales,
-                     int64_t count, int64_t width, int64_t room, int64_t* ids, int64_t* found, double* rest) {
-  return guarded([&] { kernels->weigh(*(Threads*)threads, rows, scales, count, width, room, ids, found, rest); });
+int32_t kakeya_weigh(const Kernels* kernels, void* threads, const float* const* rows,
+                     const uint8_t* const* masks, const float* scales, int64_t count, int64_t width, int64_t room,
+                     int64_t* ids, int64_t* found, double* rest) {
+  return guarded([&] { kernels->weigh(*(Threads*)threads, rows, masks, scales, count, width, room, ids, found, rest); });
 }
 
 // 1 if an entry is not finite.

@@ -343,9 +343,10 @@ struct Kernels {
   bool (*restore)(Threads&, const RestoredRun&);
   void (*choose)(Threads&, const TrellisCodes&);
   // Of each row of logits [width]: its heavy ids, ascending, at most `room` [count][room]; how many there are [count]; and
-  // what the others weigh together [count]. scales: [count], 1 / temperature.
-  void (*weigh)(Threads&, const float* const* rows, const float* scales, int64_t count, int64_t width, int64_t room,
-                int64_t* ids, int64_t* found, double* rest);
+  // what the others weigh together [count]. masks: [count], a bit for each id, the lowest first, set if it may be one; or
+  // null. scales: [count], 1 / temperature.
+  void (*weigh)(Threads&, const float* const* rows, const uint8_t* const* masks, const float* scales, int64_t count,
+                int64_t width, int64_t room, int64_t* ids, int64_t* found, double* rest);
   // The operations [first, end) of a program; a run begins with operation 0.
   void (*run)(Program&, const Step&, int32_t first, int32_t end);
   // The states of one session between two steps; see states.h.

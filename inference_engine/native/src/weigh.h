@@ -5,6 +5,9 @@
 // weights in float32 and these in float64, and the same on every machine, alone or beside other rows.
 #pragma once
 #include "simd.h"
+#include <cmath>
+#include <vector>
+
 #include "threads.h"
 #include "types.h"
 
@@ -12,6 +15,20 @@ namespace KERNELS {
 
 // What is far below weighs nothing, however far it is.
 INLINE F weight(F scaled) { return exponential(larger(scaled, all(-100.0f))); }
+
+// The logits that the mask allows, and -inf of all others.
+static const float* allowed_of(const float* x, const uint8_t* mask, int64_t width) {
+  static thread_local std::vector<float> memory;
+  memory.resize(width);
+  float* own = memory.data();
+  for (int64_t i = 0; i < width; i += 8) {
+    int64_t end = width - i < 8 ? width : i + 8;
+    uint8_t bits = mask[i >> 3];
+    if (bits == 0xFF) for (int64_t k = i; k < end; k++) own[k] = x[k];
+    else for (int64_t k = i; k < end; k++, bits >>= 1) own[k] = bits & 1 ? x[k] : -INFINITY;
+  }
+  return own;
+}
 
 static void weigh_row(const float* x, int64_t width, float scale, int64_t room, int64_t* ids, int64_t* found, double* rest) {
   constexpr int64_t PIECE = 4 * LANES;
@@ -51,10 +68,13 @@ static void weigh_row(const float* x, int64_t width, float scale, int64_t room, 
   *rest = total;
 }
 
-static void weigh(Threads& threads, const float* const* rows, const float* scales, int64_t count, int64_t width,
-                  int64_t room, int64_t* ids, int64_t* found, double* rest) {
+static void weigh(Threads& threads, const float* const* rows, const uint8_t* const* masks, const float* scales, int64_t count,
+                  int64_t width, int64_t room, int64_t* ids, int64_t* found, double* rest) {
   threads.split(count, 1, [&](int64_t first, int64_t end) {
-    for (int64_t r = first; r < end; r++) weigh_row(rows[r], width, scales[r], room, ids + r * room, found + r, rest + r);
+    for (int64_t r = first; r < end; r++) {
+      const float* x = masks[r] ? allowed_of(rows[r], masks[r], width) : rows[r];
+      weigh_row(x, width, scales[r], room, ids + r * room, found + r, rest + r);
+    }
   });
 }
 
