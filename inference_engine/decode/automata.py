@@ -51,7 +51,8 @@ class Automaton(Protocol):
         """Ids that spell what must follow, as the tokenizer would."""
 
     def mask(self) -> Mask:
-        """The ids that may follow: the first one that is forced, or else all that fit. May be written to."""
+        """The ids that may follow: the first one that is forced, or else all that fit. May be written to, and is
+        until the next one is asked for."""
 
 
 class Grammar(Protocol):
@@ -158,7 +159,10 @@ class TextAutomaton:
 
     def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
         self._matcher = matcher
-        self._ends, self._mask_bytes = ends, mask_bytes
+        self._ends = ends
+        words = np.zeros(-(-mask_bytes // _WORD), dtype=np.uint32)
+        self._mask, self._at = words.view(np.uint8)[:mask_bytes], (words.ctypes.data, words.nbytes)  # looked up once
+        self._bytes = self._mask.data
 
     @property
     def is_over(self) -> bool:
@@ -187,13 +191,10 @@ class TextAutomaton:
         return self._matcher.compute_ff_tokens()
 
     def mask(self) -> Mask:
-        words = np.empty(-(-self._mask_bytes // _WORD), dtype=np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        bits = words.view(np.uint8)
-        numbers = bits.data
+        self._matcher.unsafe_compute_mask_ptr(*self._at)
         for end in self._ends:
-            numbers[end >> 3] &= ~(1 << (end & 7)) & 0xFF
-        return bits[: self._mask_bytes]
+            self._bytes[end >> 3] &= ~(1 << (end & 7)) & 0xFF
+        return self._mask
 
 
 def first_line(text: str) -> str:

@@ -25,6 +25,7 @@ from inference_engine.kernels.sampler import Mask
 
 GRACE_SECONDS = 0.001
 # Of a processor: an automaton that takes longer is left to workers, for some tokens at first, twice as many each time.
+# Its time costs as much to read as a step of an automaton, so it is read once the clock on the wall shows that much.
 SLOW_SECONDS, _SLOW_TOKENS, _MOST_SLOW_TOKENS = 0.0005, 4, 1024
 
 
@@ -82,6 +83,7 @@ class Matching:
         # Tokens that are left to workers yet, and how many will be; seconds of the last one.
         self._slow, self._slow_next = 0, _SLOW_TOKENS
         self._took = 0.0
+        self._clock: Callable[[], float] = time.perf_counter
         self.is_late = False  # a step came to its draw before the worker was done
         self._working: Future[Any] | None = work_on(functools.partial(self._go, before, has_mask=True))
 
@@ -164,6 +166,9 @@ class Matching:
             return self._along
         self._wait_a_moment()
         place = self._masked_place() if self._has_place else None
+        if not drafted:
+            self._along, self._usable = (place,), int(place is not None)
+            return self._along
         # Where nothing may follow, nothing is drawn: `look` says so.
         found = () if place is None else (place, *self._found)[: len(drafted) + 1]
         self._along, self._usable = (*found, *[None] * (len(drafted) + 1 - len(found))), len(found)
@@ -220,7 +225,7 @@ class Matching:
         assert known is not None and automaton is not None
         if known.is_over or known.mask is not None:
             return known.mask
-        began = time.thread_time()
+        began = self._clock()
         try:
             if known.unmasked:
                 raise _BrokenError(known.unmasked)
@@ -228,7 +233,7 @@ class Matching:
         except BaseException as error:  # noqa: BLE001 - of one Generate, in a step of several
             self._error = error
             return None
-        self._took += time.thread_time() - began
+        self._took += self._clock() - began
         self._judge()
         return known.mask
 
@@ -254,19 +259,22 @@ class Matching:
             self._error = working.exception()
             if self._error is None:
                 self._found = working.result()
-            self._judge()
+            self._judge(is_certain=True)
 
-    def _judge(self) -> None:
-        """Was that slow?"""
-        if self._took > SLOW_SECONDS:
+    def _judge(self, *, is_certain: bool = False) -> None:
+        """Was that slow? is_certain: it was timed on its processor."""
+        if self._took <= SLOW_SECONDS:
+            return
+        if is_certain or self._clock is time.thread_time:
             self._slow, self._slow_next = self._slow_next, min(2 * self._slow_next, _MOST_SLOW_TOKENS)
-            self._took = 0.0
+        self._clock, self._took = time.thread_time, 0.0
 
     # -- at once, or by a worker ---------------------------------------------------------------------------------------
 
     def _go(self, token_ids: Sequence[int], *, has_mask: bool) -> list[Mask]:
         """has_mask: work it out, too, and what is forced."""
-        began = time.thread_time()
+        clock = time.thread_time if has_mask else self._clock
+        began = clock()
         if self._automaton is None:
             self._automaton = self._grammar.start()
         automaton = self._automaton
@@ -284,7 +292,7 @@ class Matching:
                 known.unmasked, self._automaton = unmasked, self._again()
             else:
                 self._keep(mask)
-        self._took = time.thread_time() - began
+        self._took = clock() - began
         return []
 
     def _again(self) -> Automaton:
@@ -306,8 +314,10 @@ class Matching:
 
     def _look_along(self, draft: Sequence[int], *, has_mask: bool) -> list[Mask]:
         """After each token of the draft, as far as something may follow."""
-        automaton = self._automaton
-        assert automaton is not None
+        automaton, known = self._automaton, self._known
+        assert automaton is not None and known is not None
+        if known.mask is not None:  # the automaton is about to write over it
+            known.mask = known.mask.copy()
         found, consumed = list[Mask](), 0
         for token_id in draft:
             if not automaton.consume(token_id):
@@ -316,7 +326,7 @@ class Matching:
             if automaton.is_over:
                 break
             tokens = len(self._ids) + consumed
-            after = self._with_ends(automaton.mask(), may_end=automaton.may_end, tokens=tokens)
+            after = self._with_ends(automaton.mask().copy(), may_end=automaton.may_end, tokens=tokens)
             if automaton.broken or _is_empty(after):
                 break
             found.append(after)

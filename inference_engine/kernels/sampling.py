@@ -389,14 +389,13 @@ def _drawn_on_host(
             ids = sampler.few
             if mask is not None:
                 ids = None if int(np.bitwise_count(mask).sum()) > MOST else bits_of(mask, len(row)).nonzero()[0]
-            left = HostRow(row, sampler.sampling, key(sampler.seed, each.position + offset), ids)
-            if mask is not None and ids is None:
-                left = left._replace(mask=mask)
+            own_key = key(sampler.seed, each.position + offset)
+            asked = HostRow(row, sampler.sampling, own_key, ids, mask if ids is None else None)
             if mask is not None and (is_greedy or (ids is not None and len(ids) == 1)):
-                token_id = left.unmasked().logits.argmax() if ids is None else ids[row[ids].argmax()]
+                token_id = asked.unmasked().logits.argmax() if ids is None else ids[row[ids].argmax()]
                 own[offset] = own[offset]._replace(token_id=int(token_id))
                 continue
-            rows.append(left)
+            rows.append(asked)
             places.append((own, offset))
     for row, (own, offset), found in zip(rows, places, drawn_from_few(rows, weigh), strict=True):
         token_id = found

@@ -216,6 +216,20 @@ def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch
         assert tokens(drain(waiting)) == expected
 
 
+def test_masks_along_a_draft_leave_the_one_before_it_as_it_was(constraints: Constraints) -> None:
+    """Of its first place, which a worker found before."""
+    grammar = constraints.compile(REGEX, "owner").result(timeout=30)
+    alone, drafted = (constraints.start(grammar, (), frozenset({END})) for _ in range(2))
+    (before,) = (alone.look(0), alone.along(()))[1]
+    assert before is not None
+    draft = [next(each for each in range(VOCABULARY) if before[each >> 3] >> (each & 7) & 1)]
+    drafted.look(0)
+    assert drafted.cut(draft) == 1
+    first, behind = drafted.along(draft)
+    assert first is not None and behind is not None
+    assert first.tolist() == before.tolist() != behind.tolist()
+
+
 def opened(engine: Engine) -> str:
     session = engine.create_session(eos_token_ids=[END]).session_id
     engine.append(session, history(40))
