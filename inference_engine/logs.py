@@ -69,6 +69,11 @@ def about_session(session_id: str) -> dict[str, str]:
     return {"session": tag(session_id), **_current()}
 
 
+def unexplained(error: BaseException) -> BaseException | None:
+    """`error`, for the traceback in a line of the log; None of an error of the system, whose text says all."""
+    return None if isinstance(error, OSError) else error
+
+
 @contextmanager
 def written(kind: str, stream: TextIO | None = None, *, queued_lines: int = _QUEUED_LINES) -> Iterator[None]:
     """Within this block everything from INFO on goes to `stream`, standard error by default. kind: text or json."""

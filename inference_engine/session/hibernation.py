@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from inference_engine.kv.part import Saved
-from inference_engine.logs import about_session
+from inference_engine.logs import about_session, unexplained
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.copy_file import (
     TENSOR_BYTES,
@@ -453,7 +453,7 @@ class Hibernation:
             "a copy of a session's K/V is not used (%s), and its history is prefilled: %s",
             outcome,
             error,
-            exc_info=None if isinstance(error, CopyUnusable) else error,
+            exc_info=None if isinstance(error, CopyUnusable) else unexplained(error),
             extra=_about(session),
         )
         self._metrics.copies_read.labels(outcome).inc()
@@ -527,7 +527,9 @@ def _pieces(saved: Saved) -> Iterator[tuple[str, int, tuple[Tensor, ...]]]:
 
 
 def _log_failure(session: Session, error: Exception) -> None:
-    logger.warning("a copy of a session's K/V could not be saved", exc_info=error, extra=_about(session))
+    logger.warning(
+        "a copy of a session's K/V could not be saved: %s", error, exc_info=unexplained(error), extra=_about(session)
+    )
 
 
 def _about(session: Session) -> dict[str, str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import resource
 import stat
 import sys
 from contextlib import suppress
-from errno import EDQUOT, ENOSPC, EROFS
+from errno import EDQUOT, EFBIG, ENOSPC, EROFS
 from pathlib import Path
 
 import psutil
@@ -19,6 +20,8 @@ from inference_engine.types import Durability
 logger = logging.getLogger(__name__)
 
 LOCK, RESERVE = "lock", "reserve"
+# Of a disk, of what a user may have of it, of what a process may have in one file (`ulimit -f`).
+NO_SPACE = (ENOSPC, EDQUOT, EFBIG)
 _LOCK_BYTES = 32
 _BLOCK_BYTES = 512  # that stat counts
 _RESERVED_PART, _LEAST_RESERVED_BYTES = 1 / 16, 2**18  # of what is free at the start
@@ -34,6 +37,7 @@ class FolderLock:
     def __init__(self, folder: Path, descriptor: int, was: str) -> None:
         self._folder = folder
         self._descriptor = descriptor
+        self._files: dict[Path, tuple[int, int]] = {}
         self.was = was
 
     def note(self, durability: Durability) -> None:
@@ -51,8 +55,35 @@ class FolderLock:
         except OSError as error:
             raise ConfigError(f"state_dir {self._folder}: {LOCK} cannot be written: {error.strerror}") from error
 
+    def follow(self, *names: str) -> None:
+        """These are open from now on."""
+        self._files = {path: _identity(path) for path in (self._folder / name for name in names)}
+
+    def check(self) -> None:
+        """Raises FolderGone if a file that is followed is no longer there, or another one is."""
+        for path, known in self._files.items():
+            try:
+                is_there = _identity(path) == known
+            except (FileNotFoundError, NotADirectoryError):
+                is_there = False
+            if not is_there:
+                raise FolderGone(
+                    f"{path} is not the file that this server opened: state_dir {self._folder} was moved, replaced or "
+                    "removed while it was in use. Nothing of the last changes was sent. What clients received is in "
+                    "the folder that was there: put it back, and start again"
+                )
+
     def release(self) -> None:
         os.close(self._descriptor)
+
+
+class FolderGone(OSError):
+    """What is written is not in the folder that the next server would open."""
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 class Reserve:
@@ -64,6 +95,8 @@ class Reserve:
         system = os.statvfs(folder)
         free = system.f_bavail * system.f_frsize + (self._path.stat().st_size if self._path.exists() else 0)
         self.nbytes = min(most_bytes, max(_LEAST_RESERVED_BYTES, int(free * _RESERVED_PART)))
+        if (largest := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY:
+            self.nbytes = min(self.nbytes, largest)
 
     def take(self) -> bool:
         """False if the disk has no room for it; then it is not there."""
@@ -76,7 +109,7 @@ class Reserve:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            if error.errno not in (ENOSPC, EDQUOT):
+            if error.errno not in NO_SPACE:
                 logger.warning("%s cannot be kept, so nothing is reserved for a full disk: %s", self._path, error)
                 return True
             self.give_up()
@@ -103,6 +136,8 @@ def check_private(folder: Path) -> None:
     """Make the folder, or raise ConfigError if others may read or change it, or it cannot be changed at all."""
     read_only = f"state_dir {folder} is on a file system mounted read-only: mount it for writing, or name another one"
     try:
+        if not folder.parent.is_dir():
+            raise ConfigError(f"state_dir {folder} cannot be made: there is no folder {folder.parent}; make that first")
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
         found, system = folder.stat(), os.statvfs(folder)

@@ -387,8 +387,8 @@ class Reader:
                 if crc != usage_crc(owner, body):
                     raise ValueError("its checksum is another")
                 found[owner] = TokenUsage(**json.loads(body))
-            except DAMAGE_OF_ROWS:
-                logger.exception("what an owner's Generates took is damaged in the journal, and counted anew")
+            except DAMAGE_OF_ROWS as damage:
+                logger.error("what an owner's Generates took is damaged in the journal, and counted anew: %s", damage)
         return found
 
 

@@ -395,8 +395,8 @@ class KeptJournal:
         self._expired = []
         try:
             self._transact([(self._expire, ())])
-        except self._is_corrupt:  # they may stay: no call waits for it, and after a restart it would be the same
-            logger.exception("old records cannot be deleted, because the journal is damaged: run kakeya journal check")
+        except self._is_corrupt as damage:  # they may stay: no call waits for it; after a restart it would be the same
+            logger.error("old records cannot be deleted: %s: run kakeya journal check", damage)
 
     def _expire(self) -> None:
         self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})

@@ -48,7 +48,7 @@ from inference_engine.session.journal_database import (
     open_database,
     refuse_damaged_replies,
 )
-from inference_engine.session.journal_folder import Reserve, check_private, take_folder
+from inference_engine.session.journal_folder import NO_SPACE, FolderGone, Reserve, check_private, take_folder
 from inference_engine.session.journal_reader import Reader
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.sqlite_tables import ReplyKey, SQLiteReader, SQLiteTables, SQLiteTail
@@ -101,6 +101,7 @@ class SQLiteJournal(KeptJournal):
             raise
         try:
             self._folder_lock.note(durability)
+            self._folder_lock.follow(FILE, self._log.path.name)
             tail = SQLiteTail(self._db)
             self._reader = SQLiteReader(self._db, tail)
             self._tables = SQLiteTables(self._db, self._reader, tail, wall_clock)
@@ -117,6 +118,7 @@ class SQLiteJournal(KeptJournal):
                 raise _damaged(folder, error) from error
             raise
         self._wal_pages = 0
+        self._moved = ""
         self._db.set_wal_hook(self._note_wal)
         # The log becomes as long before a checkpoint, so that all of it can be put into the database then.
         self._reserve = Reserve(folder, LOG_BYTES)
@@ -138,6 +140,8 @@ class SQLiteJournal(KeptJournal):
 
     @property
     def failure(self) -> str:
+        if self._moved:
+            return self._moved
         folder = self.copies_folder.parent
         return self._writer.failure and (
             f"{self._writer.failure}: whether the last changes are on the disk is not known, and nothing of them was "
@@ -153,8 +157,8 @@ class SQLiteJournal(KeptJournal):
             self._db.set_wal_hook(None)
             self._log.close()
             self._db.close()
-        except apsw.Error:  # what was confirmed is safe; the next start reads the log
-            logger.exception("the journal could not be closed in order")
+        except apsw.Error as error:  # what was confirmed is safe; the next start reads the log
+            logger.error("the journal could not be closed in order, and the next start reads its log: %s", error)
         finally:
             self._folder_lock.release()
 
@@ -168,6 +172,11 @@ class SQLiteJournal(KeptJournal):
 
     def _transact(self, changes: Sequence[Change]) -> None:
         """Apply changes, all or none, and make them safe. Others may read between the two."""
+        try:
+            self._folder_lock.check()
+        except FolderGone as gone:
+            self._moved = str(gone)
+            raise
         with self._db_lock:
             files = self._apply(changes)
         self._sync()
@@ -187,21 +196,29 @@ class SQLiteJournal(KeptJournal):
             self._tables.tail.flush()
             self._db.execute("commit")
         except BaseException as error:
+            is_full = self._is_full(error)
             self._tables.roll_back()
             if self._db.in_transaction:
                 self._db.execute("rollback")
-            if isinstance(error, apsw.FullError):
+            if is_full:
                 raise DiskFull from error
             raise
         return self._tables.commit()
+
+    def _is_full(self, error: BaseException) -> bool:
+        """SQLite itself knows one of NO_SPACE. Not of a sync, after which it is not known what is written."""
+        is_of_write = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_WRITE
+        return isinstance(error, apsw.FullError) or (is_of_write and self._db.system_errno in NO_SPACE)
 
     def _checkpoint(self, mode: int) -> bool:
         """Raises if not all could be written into the database: a checkpoint that failed is a failed write. False: the
         disk is full."""
         try:
             logged, done = self._db.wal_checkpoint(mode=mode)
-        except apsw.FullError:
-            return False  # nothing is lost, it stays in the log
+        except (apsw.FullError, apsw.IOError) as error:
+            if self._is_full(error):
+                return False  # nothing is lost, it stays in the log
+            raise
         if done != logged:
             raise apsw.IOError(f"a checkpoint wrote {done} of {logged} pages")
         self._wal_pages = 0

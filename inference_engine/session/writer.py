@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inference_engine.logs import unexplained
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal import SAFE, Receipt, Saved
 
@@ -208,7 +209,7 @@ class Writer:
             except (DiskFull, Away, Lost):  # the server stops, and what is recorded, or tidying, has to wait for longer
                 return
             except Exception as error:
-                logger.critical("the journal cannot be written any more", exc_info=error)
+                logger.critical("the journal cannot be written any more: %s", error, exc_info=unexplained(error))
                 self.failure = f"{type(error).__name__}: {error}"
                 return
 

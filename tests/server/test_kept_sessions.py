@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from inference_engine.config import EngineConfig
 from inference_engine.errors import ConfigError, SessionNotFound
 from inference_engine.server.watchdog import EXIT_JOURNAL, Watchdog
+from inference_engine.session.sqlite_journal import FILE
 from kakeya.v1 import runtime_pb2 as pb
 from tests.facade import let_leave
+from tests.further import further
 from tests.kept import Place, after_a_kill, gated, keeping
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until
 
@@ -199,6 +202,36 @@ async def test_a_disk_that_fails_ends_the_process_and_nothing_more_is_sent(tmp_p
             assert (await refused(client.open(()))).reason == "UNAVAILABLE ENGINE_STALLED"
             await server.abandon(gave_up.error)
             assert (await refused(append)).reason == "UNAVAILABLE DRAINING"
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced", further("removed"), further("log removed")])
+async def test_a_folder_that_is_no_longer_there_ends_the_process_and_nothing_more_is_sent(
+    how: str, tmp_path: Path
+) -> None:
+    state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
+    with gated(state) as (engine, _):
+        async with serving(engine) as server, connected(server) as client:
+            session_id = await client.open()
+            if how == "log removed":
+                (state / f"{FILE}-wal").unlink()
+            elif how == "removed":
+                shutil.rmtree(state)
+            else:
+                state.rename(elsewhere)
+            if how == "replaced":
+                shutil.copytree(elsewhere, state)
+            append = asyncio.ensure_future(client.append(session_id, [1]))
+            gave_up = await asyncio.wait_for(Watchdog(engine, 0.0, asyncio.get_running_loop().time).gave_up(), 20)
+            assert gave_up.status == EXIT_JOURNAL
+            assert f"state_dir {state} was moved, replaced or removed" in gave_up.text
+            await server.abandon(gave_up.error)
+            assert (await refused(append)).reason == "UNAVAILABLE DRAINING"
+    if elsewhere.exists():  # put back
+        shutil.rmtree(state, ignore_errors=True)
+        elsewhere.rename(state)
+        with keeping(state) as engine:
+            (kept,) = engine.list_sessions()
+            assert (kept.session_id, kept.history_length) == (session_id, len(HISTORY))
 
 
 async def test_an_invariant_that_breaks_does_not_lose_a_history_that_is_kept(place: Place) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.journal_folder import RESERVE
-from inference_engine.session.sqlite_journal import SQLiteJournal
+from inference_engine.session.sqlite_journal import FILE, SQLiteJournal
 from inference_engine.session.writer import Change, DiskFull
 from inference_engine.types import Durability
 from tests.facade import a_checkpoint_after_each_commit
@@ -41,6 +42,27 @@ def test_a_checkpoint_that_fails_is_an_error_of_the_disk(tmp_path: Path, kind: s
 
 def test_a_full_disk_is_waited_for_and_loses_nothing(tmp_path: Path) -> None:
     assert fill_disk(tmp_path, (1, 2, 3, 5, 8, 13, 40)) == {"whole": 14}
+
+
+def test_a_limit_on_what_a_process_may_write_is_a_full_disk(tmp_path: Path) -> None:
+    """As a quota is: the system has a name of its own for each, and SQLite knows one."""
+    journal = open_journal(tmp_path, Durability.POWER)
+    talk = Talk(journal)
+    talk.step()
+    talk.wait()
+    was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = tmp_path / f"{FILE}-wal"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size, was[1]))
+    try:
+        while not journal.is_full:
+            talk.step()
+            assert journal._writer.flush(0.05) or not journal.failure
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+    talk.wait()
+    assert not journal.is_full
+    journal.stop()
+    assert talk.check(tmp_path) == "whole"
 
 
 def test_a_session_is_purged_on_a_full_disk_from_the_reserve(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_folder_that_others_can_reach_is_refused_before_anything_is_written(tm
     (tmp_path / "file").touch(mode=0o600)
     with pytest.raises(ConfigError):
         SQLiteJournal(tmp_path / "file", Durability.POWER, weights="a", metrics=EngineMetrics())
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="gone; make that first"):
         SQLiteJournal(tmp_path / "gone" / "state", Durability.POWER, weights="a", metrics=EngineMetrics())
 
 
