@@ -7,10 +7,12 @@ import hashlib
 import json
 import logging
 import math
+import signal
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from types import FrameType
 from typing import Annotated, Any, Protocol
 
 import uvicorn
@@ -170,7 +172,8 @@ def create_app(gateway: Gateway, *, is_own_host: Callable[[str], bool]) -> FastA
 def serve(
     app: FastAPI, listening: socket.socket, *, certificate: str | None, key: str | None, drain_seconds: float
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, which let answers end for `drain_seconds`; then the signal has its own effect.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C, which let answers end for `drain_seconds`; then the signal has its own
+    effect. SIGHUP stays ignored where it is, as under nohup.
 
     certificate, key: paths of PEM files. Sessions stay on the server, where the next gateway finds them.
     """
@@ -188,7 +191,19 @@ def serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    server = uvicorn.Server(config)
+    closed = list[int]()  # terminals; it knows the other two
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        closed.append(number)
+        server.should_exit = True
+
+    if (before := signal.getsignal(signal.SIGHUP)) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, stop)
+    server.run(sockets=[listening])
+    signal.signal(signal.SIGHUP, before)
+    if closed:
+        signal.raise_signal(signal.SIGHUP)
 
 
 class _Bounded:

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         bound = Address(host=host, port=port, is_loopback=address.is_loopback)
         scheme = "https" if args.tls_cert_file else "http"
+        process.end_if_stopped()
         process.announce(f"ready at {scheme}://{bound}: the sessions of {args.target}")
         serve(
             app,

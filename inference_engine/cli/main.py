@@ -65,6 +65,7 @@ def _run(arguments: Sequence[str] | None = None) -> int:
     forbid_model_hub()
     quiet_grpc()
     try:
+        process.end_if_stopped()
         status: int = args.run(args)
     except KakeyaError as error:
         process.say(f"kakeya {args.command}: {error}")
@@ -74,7 +75,7 @@ def _run(arguments: Sequence[str] | None = None) -> int:
         return process.FAILED
     except KeyboardInterrupt:
         return process.INTERRUPTED
-    except (OSError, UnicodeError, MemoryError) as error:
+    except process.SYSTEM_ERRORS as error:
         return process.failed(f"kakeya {args.command}", error)
     return status
 

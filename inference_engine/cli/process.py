@@ -7,7 +7,7 @@
 | SIGTERM, and SIGHUP unless it is ignored, as under nohup | ends what it began, then ends by that signal |
 | the reader of its output has left | ends without a word; status 141 |
 | the folder that it is started in is gone | one line on standard error; status 1 |
-| its output or a file cannot be written or read | one line on standard error; status 1 |
+| it gets no memory or threads, or a file or its output cannot be used | one line on standard error; status 1 |
 | standard error cannot be written, as a log on a full disk | goes on without it |
 
 `serve` takes the signals over when it serves (`server/run.py`). What no line here explains is our mistake, and shows
@@ -22,6 +22,7 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,9 +36,14 @@ FAILED = 1
 INTERRUPTED = 128 + signal.SIGINT
 READER_LEFT = 128 + signal.SIGPIPE
 
+# Some are the system's; those that are our mistakes are raised again.
+SYSTEM_ERRORS = (OSError, UnicodeError, MemoryError, ImportError, RuntimeError)
+
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 # Of pipes and sockets, and of a terminal that was closed.
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+_NO_THREADS = "no more threads can be started: raise the limit (ulimit -u, or that of the container on processes)"
+_NO_MEMORY = "; the limit on memory (ulimit -v, or the container's) leaves no room for it"
 # Python's name, access and descriptor of each standard stream.
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -45,9 +51,18 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 class Stopped(SystemExit):
     """One of _STOPPING came. Raised in the main thread, so that `with` and `finally` end what was begun."""
 
+    first: Stopped | None = None  # that came to this process
+
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
         self.number = number
+
+
+def end_if_stopped() -> None:
+    """Raise Stopped if it was raised before: Python loses exceptions that come while it compiles a module. To be called
+    after imports, by what goes on for long."""
+    if Stopped.first is not None:
+        raise Stopped.first
 
 
 def run(command: Callable[[], int]) -> int:
@@ -64,7 +79,7 @@ def run(command: Callable[[], int]) -> int:
     stopped = None
     try:
         status = command()
-    except OSError as error:
+    except SYSTEM_ERRORS as error:
         status = failed("kakeya", error)
     except KeyboardInterrupt:
         status = INTERRUPTED
@@ -80,14 +95,31 @@ def run(command: Callable[[], int]) -> int:
     return status
 
 
-def failed(command: str, error: OSError | UnicodeError | MemoryError) -> int:
-    """Say what an error of the system means, and return the exit status."""
+def failed(command: str, error: Exception) -> int:
+    """Say what an error of the system means, and return the exit status. Raises any other."""
     if _is_unread(error):
         return READER_LEFT
     if isinstance(error, OSError) and (status := _write_out(command)):
         return status
-    say(f"{command}: {explained(error)}")
+    if not (said := explained(error)):
+        raise error
+    say(f"{command}: {said}")
     return FAILED
+
+
+def need_threads(count: int) -> None:
+    """Raises RuntimeError if not so many more can be started: libraries that compute and connect end the process then,
+    and only at the first call."""
+    is_over, started = threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=is_over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        is_over.set()
+        for thread in started:
+            thread.join()
 
 
 def say(line: str) -> None:
@@ -126,9 +158,17 @@ def announce(line: str) -> OSError | None:
     return _written_out(sys.stdout)
 
 
-def explained(error: OSError | UnicodeError | MemoryError) -> str:
-    """What an error of the system means."""
+def explained(error: Exception) -> str:
+    """What an error of the system means; "" of any other."""
     match error:
+        case RuntimeError() if "can't start new thread" in str(error):
+            return _NO_THREADS
+        case OSError(errno=errno.EAGAIN, filename=None):
+            return f"{error.strerror}: {_NO_THREADS}"
+        case OSError(errno=errno.EMFILE):
+            return f"{error.strerror}: raise the limit (ulimit -n)"
+        case ImportError(path=str(path)) if ".so" in path:
+            return f"a library cannot be loaded: {error}{_NO_MEMORY if 'map segment' in str(error) else ''}"
         case OSError(filename=None):
             reason = error.strerror or str(error)
             return f"{reason}; name one with TMPDIR" if "temporary directory" in reason else reason
@@ -136,7 +176,9 @@ def explained(error: OSError | UnicodeError | MemoryError) -> str:
             return f"{error.filename}: {error.strerror}"
         case UnicodeError():
             return f"text in another encoding than its own: {error}"
-    return str(error) or "there is not enough memory"
+        case MemoryError():
+            return str(error) or "there is not enough memory"
+    return ""
 
 
 def _open_streams() -> None:
@@ -159,7 +201,8 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     # The next one ends the process at once. A closed terminal sends SIGHUP more than once, and after SIGTERM.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    raise Stopped(number)
+    Stopped.first = Stopped(number)
+    raise Stopped.first
 
 
 def _write_out(command: str) -> int:

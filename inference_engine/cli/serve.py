@@ -53,6 +53,7 @@ Serve a model over gRPC until SIGTERM or Ctrl-C.
     kakeya serve
     kakeya serve --model FILE.gguf --kv-bytes 4GB
     kakeya serve --device cuda --state-dir FOLDER"""
+_THREADS = 24  # beside those that compute
 _STANDARD_ERROR = 2  # the descriptor: Python's file object cannot be used in a fault
 _READY = re.compile(r"ready at (\S+): ")
 
@@ -84,6 +85,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     if misspelled := misspelled_variables():
         logger.warning("no settings, and without effect: %s", ", ".join(misspelled))
     # Cheap checks first, before libraries and weights are loaded.
+    process.need_threads(_THREADS + (os.cpu_count() or 1))
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
     if model.cache_path == NO_CACHE:
@@ -148,6 +150,7 @@ def _serve_model(
                 info.default_strategy,
                 longest,
             )
+        process.end_if_stopped()
         serve(engine, server, chat=chat, weights=weights, on_ready=ready)
     return 0
 

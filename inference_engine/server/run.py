@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
@@ -211,7 +212,7 @@ async def _started(
     await health.follow()
     opened.push_async_callback(health.drain)
     server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-    server.add_generic_rpc_handlers((RuntimeService(engine, config, DurableGate(engine.journal)).handlers(),))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config, DurableGate(engine)).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -281,8 +282,10 @@ async def _serve(
         await _end_process(handle, gave_up.result())
     for number, second in signals.items():
         loop.remove_signal_handler(number)
-        # The system's default handler works even if the loop is blocked.
-        signal.signal(number, second)
+        # The system's default handler works even if the loop is blocked. No default ends the first process of a
+        # container.
+        at_once = second is signal.SIG_DFL and os.getpid() == 1
+        signal.signal(number, _end_at_once if at_once else second)
     _log.info("draining for at most %g s; a second signal ends at once", config.drain_seconds)
     threading.Thread(target=_end_late, args=(config.drain_seconds,), name="stop", daemon=True).start()
     draining = asyncio.create_task(handle.drain_and_stop())
@@ -291,6 +294,10 @@ async def _serve(
         await _end_process(handle, gave_up.result())
     gave_up.cancel()
     draining.result()
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> NoReturn:
+    os._exit(128 + number)
 
 
 async def _end_process(handle: ServerHandle, reason: GaveUp) -> NoReturn:

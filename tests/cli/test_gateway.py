@@ -12,14 +12,17 @@ import pytest
 
 from inference_engine.cli import main
 from kakeya import Client
-from tests.further import further_test
+from tests.further import further, further_test
 from tests.processes import LIMIT_SECONDS, PROGRAM, Server, ending, kakeya_serve, started
 from tests.server.certificates import Authority
 
 HELLO = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "Hello"}]}
 
 
-def test_it_serves_until_it_is_stopped_and_leaves_the_sessions_to_the_next(server: Server, tiny_folder: Path) -> None:
+@pytest.mark.parametrize("sent", [further(signal.SIGTERM), signal.SIGHUP])
+def test_it_serves_until_it_is_stopped_and_leaves_the_sessions_to_the_next(
+    sent: signal.Signals, server: Server, tiny_folder: Path
+) -> None:
     arguments = ("gateway", "--server", server.target, "--tokenizer", str(tiny_folder), "--port=0")
     with ending(started(PROGRAM, *arguments)) as gateway:
         assert gateway.stdout is not None
@@ -29,10 +32,10 @@ def test_it_serves_until_it_is_stopped_and_leaves_the_sessions_to_the_next(serve
         with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             first = next(lines)
-            gateway.send_signal(signal.SIGTERM)
+            gateway.send_signal(sent)
             *_, last, _ = (first, *lines)
         assert last == "data: [DONE]"
-        assert gateway.wait(timeout=LIMIT_SECONDS) == -signal.SIGTERM
+        assert gateway.wait(timeout=LIMIT_SECONDS) == -sent
     with Client(server.target) as client:
         (left,) = (each for each in client.sessions() if each.label.startswith("gateway/"))
         client.session(left.id).close()

@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from subprocess import PIPE
-from unittest.mock import Mock
+from threading import Thread, active_count
+from unittest.mock import Mock, patch
 
 import pytest
 
 import kakeya as sdk
-from inference_engine.cli import process
+from inference_engine.cli import keys, process
 from inference_engine.cli.main import main
 from inference_engine.compose import try_out
 from inference_engine.config import NO_CACHE, ModelConfig
@@ -87,6 +88,66 @@ def test_a_signal_ends_what_a_command_began(
         assert it.returncode == status
     assert said == ("wrong\n" if is_ignored else "")
     assert (tmp_path / "file").read_text()
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_command_that_was_asked_for(tmp_path: Path) -> None:
+    """Python loses one that comes while it compiles a module."""
+    script = f"""
+import os, signal, sys
+from contextlib import suppress
+from inference_engine import config
+from inference_engine.cli.main import main
+def quiet():
+    with suppress(BaseException):
+        os.kill(os.getpid(), signal.SIGTERM)
+    print("lost", flush=True)
+config.quiet_grpc = quiet
+sys.argv = ["kakeya", "keys", "add", "bob", "--api-key-file", {str(tmp_path / "keys")!r}]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "lost\n")
+    assert not (tmp_path / "keys").exists()
+
+
+NOT_GIVEN = (
+    (RuntimeError("can't start new thread"), "no more threads can be started: raise the limit (ulimit -u"),
+    (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "(ulimit -u"),
+    (OSError(errno.EMFILE, "Too many open files", "/dev/null"), "raise the limit (ulimit -n)"),
+    (ImportError("libtorch.so: failed to map segment from shared object", path="/lib/libtorch.so"), "(ulimit -v"),
+    (ImportError("libgomp.so.1: cannot open shared object file", path="/lib/_C.so"), "libgomp.so.1: cannot open"),
+    (MemoryError(), "not enough memory"),
+)
+
+
+def test_what_the_system_does_not_give_is_one_sentence_and_our_mistakes_are_not(
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    for error, said in NOT_GIVEN:
+        with subtests.test(repr(error)), patch.object(keys, "run_list", side_effect=error):
+            assert main(["keys", "list", "--api-key-file", "keys"]) == 1
+            printed = capsys.readouterr().err
+            assert printed.startswith("kakeya keys: ") and said in printed and printed.count("\n") == 1
+    for ours in (RuntimeError("what we did"), ImportError("cannot import name 'that' from 'inference_engine'")):
+        failing = patch.object(keys, "run_list", side_effect=ours)
+        with subtests.test(repr(ours)), failing, pytest.raises(type(ours)):
+            main(["keys", "list", "--api-key-file", "keys"])
+
+
+def test_a_server_that_gets_no_threads_says_so_before_libraries_end_it(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, most = Thread.start, active_count() + 10
+
+    def limited(self: Thread) -> None:
+        if active_count() >= most:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with patch.object(Thread, "start", limited):
+        assert main(["serve", "--model", str(tiny_folder), "--bind=127.0.0.1:0"]) == 1
+    assert "kakeya serve: no more threads can be started" in capsys.readouterr().err
+    assert active_count() < most
 
 
 # Those that need no server and no more of a model than its folder.

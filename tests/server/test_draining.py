@@ -1,7 +1,11 @@
 """SIGTERM, as an operator sends it, to a server process of its own."""
 
 import asyncio
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from kakeya.v1 import runtime_pb2 as pb
+from tests.further import further_test
 from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, Details, read_rest, refused
 
@@ -119,3 +124,31 @@ async def test_a_second_signal_ends_a_draining_server_at_once(
     await until_draining(client.channel)
     child.send_signal(signal.SIGTERM)
     assert await ended(child) == -signal.SIGTERM
+
+
+@pytest.fixture
+def first_of_a_container() -> Iterator[tuple[subprocess.Popen[str], int, str]]:
+    """What started it, its process id, where it listens."""
+    own = ("unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child")
+    if shutil.which(own[0]) is None or subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no process may be the first of a namespace here")
+    command = [*own, sys.executable, str(PROGRAM), "127.0.0.1:0", "600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as around:
+        assert around.stdout is not None
+        target = around.stdout.readline().strip()
+        yield around, int(Path(f"/proc/{around.pid}/task/{around.pid}/children").read_text()), target
+        around.kill()
+
+
+@further_test
+async def test_a_second_signal_ends_the_first_process_of_a_container(
+    first_of_a_container: tuple[subprocess.Popen[str], int, str], connect: Callable[[str], Client]
+) -> None:
+    """The system's default, which ends any other one, does nothing to it."""
+    around, process_id, target = first_of_a_container
+    client = connect(target)
+    await running(client, await client.open_endless(), FOREVER)
+    os.kill(process_id, signal.SIGTERM)
+    await until_draining(client.channel)
+    os.kill(process_id, signal.SIGTERM)
+    assert await asyncio.to_thread(around.wait, TIMEOUT_SECONDS) == 128 + signal.SIGTERM
