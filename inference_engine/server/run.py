@@ -212,7 +212,7 @@ async def _started(
     await health.follow()
     opened.push_async_callback(health.drain)
     server = grpc.aio.server(interceptors=(calls,), options=_options(config, connections, messages))
-    server.add_generic_rpc_handlers((RuntimeService(engine, config, DurableGate(engine)).handlers(),))
+    server.add_generic_rpc_handlers((RuntimeService(engine, config, DurableGate(engine.journal)).handlers(),))
     health_pb2_grpc.add_HealthServicer_to_server(health.servicer, server)
     if address.is_loopback:
         names = (SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME)

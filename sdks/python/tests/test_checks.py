@@ -89,6 +89,7 @@ def test_numbers_a_32_bit_float_cannot_hold_do_not(subtests: pytest.Subtests) ->
 THIS_MACHINE = (
     *("127.0.0.1:1", "127.1:1", "127.0.1:1", "0x7f.1:1", "2130706433:1", "0177.0.0.1:1", "127.0.0.1.:1", "0.0.0.0:1"),
     *("localhost:1", "LOCALHOST:1", "localhost.:1", "dns:///localhost:1", "dns:LocalHost:1", "ipv4:127.0.0.1:1"),
+    "ipv4:127.0.0.1:1,127.0.0.2:2",
     *("[::1]:1", "[0:0:0:0:0:0:0:1]:1", "[::ffff:127.0.0.1]:1", "[::FFFF:7f00:1]:1", "[::]:1", "ipv6:[::1]:1"),
 )
 ELSEWHERE = (
@@ -135,17 +136,25 @@ PROXIED = (
     ({}, "10.9.8.7:1", "in http_proxy: to go without it, add 10.9.8.7 to no_proxy"),
     ({}, "dns:///host.test:1", "in http_proxy: to go without it, add host.test to no_proxy"),
     (
-        {"https_proxy": "proxy.test:8"},
+        {"https_proxy": "http://proxy.test:8"},
         "host.test:1",
         "proxy proxy.test:8, which the environment names in https_proxy",
     ),
-    ({"grpc_proxy": "proxy.test:8"}, "host.test:1", "in grpc_proxy: to go without it, add host.test to no_proxy"),
+    (
+        {"grpc_proxy": "HTTP://proxy.test:8"},
+        "host.test:1",
+        "in grpc_proxy: to go without it, add host.test to no_proxy",
+    ),
     ({"no_proxy": "other.test,10.0.0.0/24"}, "10.9.8.7:1", "add 10.9.8.7 to no_proxy"),
     ({"no_grpc_proxy": "", "no_proxy": "host.test"}, "host.test:1", "add host.test to no_grpc_proxy"),
     ({"no_proxy": "other.test, .TEST"}, "host.test:1", None),
     ({"no_proxy": "10.0.0.0/8"}, "10.9.8.7:1", None),
     ({"no_grpc_proxy": "host.test"}, "host.test:1", None),
+    ({}, "ipv4:10.9.8.7:1,10.9.8.6:1", "to go without it, set grpc_proxy to nothing"),
     ({"http_proxy": ""}, "host.test:1", None),
+    ({"grpc_proxy": ""}, "host.test:1", None),
+    # What gRPC does not take for one.
+    *(({"http_proxy": none}, "host.test:1", None) for none in ("proxy.test:8", "socks5://proxy.test:8", "::::")),
     *(({}, target, None) for target in THIS_MACHINE),
 )
 

@@ -1,7 +1,8 @@
 """How gRPC reaches a target: on this machine, by itself, or through the proxy that the environment names.
 
 gRPC reads grpc_proxy, https_proxy and http_proxy, whichever is set first, for encrypted and plain connections alike,
-and no_grpc_proxy, else no_proxy, for names that it reaches without. Names in capitals mean nothing to it. Source:
+and no_grpc_proxy, else no_proxy, for names that it reaches without. Names in capitals mean nothing to it. Where the
+first that is set is empty, or no URL of http, it uses no proxy, whatever the others are. Source:
 src/core/handshaker/http_connect/http_proxy_mapper.cc of gRPC.
 """
 
@@ -16,6 +17,8 @@ from typing import TypeAlias
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+_PROXY = re.compile(r"http://(?:[^@/]*@)?([^/@]+)", re.IGNORECASE)
+_LIST = re.compile(r"(ipv[46]:)(.+,.+)")
 _UNIX = re.compile(r"unix(-abstract)?:.+")
 _TARGET = re.compile(
     r"(?P<scheme>(dns:///|dns:|ipv4:|ipv6:)?) (\[(?P<v6>[^\]]+)\] | (?P<name>[^/:,\[\]]+)) (?P<port>(:\d+)?)",
@@ -40,6 +43,8 @@ def is_this_machine(target: str) -> bool:
     """Does what is sent to `target` stay on this machine? An unspecified address, as of a target, is this machine."""
     if _UNIX.fullmatch(target) is not None:
         return True
+    if (several := _LIST.fullmatch(target)) is not None:
+        return all(is_this_machine(f"{several[1]}{each}") for each in several[2].split(","))
     if (parts := _TARGET.fullmatch(target)) is None:
         return False
     host = _plain(parts["v6"] or parts["name"])
@@ -51,18 +56,20 @@ def is_this_machine(target: str) -> bool:
 
 def proxy_note(target: str) -> str:
     """What an error says of the proxy that gRPC uses for `target`, but for its password; empty if it uses none."""
-    variable = next((name for name in _PROXIES if os.environ.get(name)), None)
-    if variable is None or is_this_machine(target):
+    variable = next((name for name in _PROXIES if name in os.environ), "")
+    proxy = _PROXY.match(os.environ.get(variable, ""))
+    if proxy is None or is_this_machine(target):
         return ""
     parts = _TARGET.fullmatch(target)
     host = (parts["v6"] or parts["name"]) if parts is not None else target
     exceptions = next((name for name in _EXCEPTIONS if name in os.environ), _EXCEPTIONS[-1])
     if any(_excepts(entry.strip(), host) for entry in os.environ.get(exceptions, "").split(",")):
         return ""
-    proxy = os.environ[variable].rpartition("@")[2].rpartition("//")[2].rstrip("/")
+    # Of several addresses gRPC finds no host to look up there.
+    way_out = f"add {host} to {exceptions}" if parts is not None else "set grpc_proxy to nothing"
     return (
-        f"; the call goes through the proxy {proxy}, which the environment names in {variable}: to go without it, add "
-        f"{host} to {exceptions}"
+        f"; the call goes through the proxy {proxy[1]}, which the environment names in {variable}: to go without it, "
+        f"{way_out}"
     )
 
 
