@@ -172,6 +172,17 @@ MORE_FAMILIES: Mapping[str, Callable[[], Any]] = MappingProxyType(
             mlp_multipliers=[0.9, 1.3],
             ssm_multipliers=[0.8, 0.9, 1.1, 1.2, 0.7],
         ),
+        "nemotron_h": lambda: _config(
+            "nemotron_h",
+            layers_block_type=[_LINEAR, "mlp", _FULL, _LINEAR],
+            num_hidden_layers=4,
+            head_dim=16,
+            mamba_num_heads=4,
+            mamba_head_dim=32,
+            ssm_state_size=32,
+            n_groups=2,
+            chunk_size=16,
+        ),
         "lfm2": lambda: _config("lfm2", **_CONVOLUTIONS, block_auto_adjust_ff_dim=False, tie_word_embeddings=True),
         "lfm2moe": lambda: _config(
             "lfm2_moe", **_CONVOLUTIONS, **_MIXTURE, num_dense_layers=1, tie_word_embeddings=True
@@ -358,6 +369,20 @@ def _falcon_h1(config: Any) -> dict[str, Any]:
     return {**_mamba(config), **_heads(config)}
 
 
+def _nemotron_h(config: Any) -> dict[str, Any]:
+    return {
+        **_heads(config),
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "attention.head_count_kv": [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types],
+        "feed_forward_length": [config.intermediate_size * (kind == "mlp") for kind in config.layer_types],
+        "rope.scaling.finetuned": False,
+    }
+
+
 def _lfm2(config: Any) -> dict[str, Any]:
     found = {
         "attention.head_count_kv": [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types],
@@ -439,6 +464,7 @@ _VALUES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "granitemoehybrid": _granite,
     "bamba": _granite,
     "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2,
     "gemma4_text": _gemma4,
@@ -454,6 +480,8 @@ _OUTSIDE = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "model.final_layernorm": "output_norm",
+    "model.embeddings": "token_embd",
+    "model.norm_f": "output_norm",
     "model.embedding_norm": "token_embd_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",
@@ -559,6 +587,13 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "pre_ff_layernorm.weight": "ffn_norm",  # without an end, unlike all others
         **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
     },
+    "nemotron_h": {
+        "norm": "attn_norm",
+        **{f"mixer.{name}_proj": f"attn_{name}" for name in "qkv"},
+        "mixer.o_proj": "attn_output",
+        **{f"mixer.{name}_proj": f"ffn_{name}" for name in ("up", "down")},
+        **{name.replace("mamba.", "mixer."): own for name, own in _MIXER.items() if name.startswith("mamba.")},
+    },
     **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTION_NAMES),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), _LATENT_NAMES),
 }
@@ -625,10 +660,10 @@ def _in_layer(config: Any, inside: str, tensor: Tensor) -> Iterator[tuple[str, T
         tensor = -np.exp(tensor)
     if "conv1d.weight" in inside or "conv.conv.weight" in inside:
         tensor = tensor[:, 0]
-    if inside.startswith("mamba.") and own in ("ssm_a", "ssm_d"):
+    if inside.startswith(("mamba.", "mixer.")) and own in ("ssm_a", "ssm_d"):
         tensor = tensor[:, None]
-    if own == "ssm_norm.weight" and inside.startswith("mamba."):
-        tensor = tensor.reshape(config.mamba_n_groups, -1)
+    if own == "ssm_norm.weight" and inside.startswith(("mamba.", "mixer.")):
+        tensor = tensor.reshape(config.n_groups if kind == "nemotron_h" else config.mamba_n_groups, -1)
     yield own, _multiplied(config, inside, tensor)
 
 

@@ -70,6 +70,7 @@ def wide_blocks(name: str) -> str:
         further("dense granitehybrid", {}, "Q4_0"),
         further("lfm2", {}, "Q4_0"),
         ("falcon-h1", {}, "Q4_0"),
+        further("nemotron_h", {}, "Q4_0"),
         further("lfm2moe", {}, "Q4_0"),
         ("qwen35", WIDE, wide_blocks),
         ("gemma4 with experts", {}, "Q4_0"),

@@ -165,7 +165,10 @@ def _in_blocks(tensor: np.ndarray[Any, Any], kind: GGMLQuantizationType) -> np.n
 
 def _write_values(writer: GGUFWriter, config: Any) -> None:
     kind = config.model_type
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = getattr(
+        config, "rope_parameters", {"rope_type": "default", "rope_theta": 1e4}
+    )  # what does not rotate has none
+    rope = rope.get("full_attention", rope)
     values: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -173,7 +176,7 @@ def _write_values(writer: GGUFWriter, config: Any) -> None:
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.to_dict()["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon,
         "rope.freq_base": rope["rope_theta"],
     }
     if kind in ("llama", "mistral"):

@@ -150,7 +150,7 @@ class Keys:
         """Of models whose layers with attention all have the same heads.
 
         rotates_part: there are models that rotate a part of each head. hybrid: layers without KV heads have no
-        attention.
+        attention, and those without inner numbers no product.
         """
         sizes = self.sizes()
         heads = sizes["num_attention_heads"]
@@ -166,8 +166,12 @@ class Keys:
             rotation["partial_rotary_factor"] = rotated / dim
         return {
             **sizes,
-            "intermediate_size": self.size("feed_forward_length", self.optional("expert_feed_forward_length")),
-            "num_key_value_heads": self._kv_heads(heads) if hybrid else self.size("attention.head_count_kv", heads),
+            "intermediate_size": self._of_some("feed_forward_length")
+            if hybrid and "feed_forward_length" in self
+            else self.size("feed_forward_length", self.optional("expert_feed_forward_length")),
+            "num_key_value_heads": self._of_some("attention.head_count_kv", heads)
+            if hybrid
+            else self.size("attention.head_count_kv", heads),
             "head_dim": dim,
             "rope_parameters": rotation,
         }
@@ -185,12 +189,12 @@ class Keys:
     def __contains__(self, name: str) -> bool:
         return self.key(name) in self.header.values
 
-    def _kv_heads(self, heads: int) -> int:
-        found = {count for count in self.of_layers("attention.head_count_kv") or [heads] if count}
+    def _of_some(self, name: str, default: int = 0) -> int:
+        found = {count for count in self.of_layers(name) or [default] if count}
         if len(found) != 1 or min(found) < 0:
             raise self.refusal(
-                f"{self.key('attention.head_count_kv')} has the values {sorted(found)}; one is wanted for the layers "
-                "with attention, and 0 for the others"
+                f"{self.key(name)} has the values {sorted(found)}; one is wanted for the layers that have it, 0 for "
+                "the others"
             )
         return found.pop()
 

@@ -1,7 +1,8 @@
-"""Mamba2 beside attention: Granite 4 and Bamba by layers, Falcon-H1 in every layer.
+"""Mamba2 beside attention: Granite 4, Bamba and Nemotron-H by layers, Falcon-H1 in every layer.
 
-llama.cpp has Bamba as a Granite whose numbers are all 1; here it is one, too. Falcon-H1's converter multiplies its
-matrices by the model's numbers, so here these are 1.
+A layer of Nemotron-H is one thing alone: attention, Mamba2, or a product. llama.cpp has Bamba as a Granite whose
+numbers are all 1; here it is one, too. Falcon-H1's converter multiplies its matrices by the model's numbers, so here
+these are 1.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from inference_engine.models.gguf_architectures.architecture import (
 )
 from inference_engine.models.gguf_architectures.header_keys import Keys
 
-_MIXER = "mamba."
-_NAMES = {
-    "ssm_in": f"{_MIXER}in_proj",
-    "ssm_out": f"{_MIXER}out_proj",
-    "ssm_conv1d.bias": f"{_MIXER}conv1d.bias",
-    "ssm_dt.bias": f"{_MIXER}dt_bias",
-}
+_MIXER, _ALONE = "mamba.", "mixer."
+
+
+def _names(mixer: str) -> dict[str, str]:
+    return {
+        "ssm_in": f"{mixer}in_proj",
+        "ssm_out": f"{mixer}out_proj",
+        "ssm_conv1d.bias": f"{mixer}conv1d.bias",
+        "ssm_dt.bias": f"{mixer}dt_bias",
+    }
 
 
 def _flat(numbers: Numbers) -> Numbers:
@@ -40,11 +44,12 @@ def _decay(numbers: Numbers) -> Numbers:
     return log_of_decay(numbers).reshape(-1)
 
 
-_VECTORS = {
-    f"{_MIXER}A_log": changed(_decay, "ssm_a"),
-    f"{_MIXER}D": changed(_flat, "ssm_d"),
-    f"{_MIXER}conv1d.weight": changed(of_one_input, "ssm_conv1d.weight"),
-}
+def _vectors(mixer: str) -> dict[str, tuple[Made | MovedBlocks, ...]]:
+    return {
+        f"{mixer}A_log": changed(_decay, "ssm_a"),
+        f"{mixer}D": changed(_flat, "ssm_d"),
+        f"{mixer}conv1d.weight": changed(of_one_input, "ssm_conv1d.weight"),
+    }
 
 
 def _mixer(keys: Keys) -> dict[str, Any]:
@@ -103,14 +108,14 @@ def _granite_layout(config: Config) -> TensorLayout:
     shared = "shared_mlp."
     end = "_shexp" if config["num_local_experts"] else ""
     made: dict[str, tuple[Made | MovedBlocks, ...]] = {
-        **_VECTORS,
+        **_vectors(_MIXER),
         f"{_MIXER}norm.weight": changed(_flat, "ssm_norm.weight"),
         f"{shared}input_linear.weight": (MovedBlocks(parts=(f"ffn_gate{end}.weight", f"ffn_up{end}.weight")),),
     }
     return TensorLayout(
         names={
             **names,
-            **_NAMES,
+            **_names(_MIXER),
             f"ffn_down{end}": f"{shared}output_linear",
             "ffn_gate_inp": "mlp.gate",
         },
@@ -146,13 +151,54 @@ def _falcon_h1(keys: Keys) -> dict[str, Any]:
 def _falcon_h1_layout(_config: Config) -> TensorLayout:
     mlp = {f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
     return TensorLayout(
-        names={**IN_LAYER, **_NAMES, **mlp, "ffn_norm": "pre_ff_layernorm.weight"},
+        names={**IN_LAYER, **_names(_MIXER), **mlp, "ffn_norm": "pre_ff_layernorm.weight"},
         outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
-        made=_VECTORS,
+        made=_vectors(_MIXER),
+    )
+
+
+def _nemotron_h(keys: Keys) -> dict[str, Any]:
+    common, mixer = keys.common(hybrid=True), _mixer(keys)
+    attends, inner = (keys.of_layers(name) for name in ("attention.head_count_kv", "feed_forward_length"))
+    if attends is None or inner is None:
+        raise keys.refusal(f"no {keys.key('attention.head_count_kv')}, by layer; get the file again")
+    kinds = [(count > 0) + 2 * (size > 0) for count, size in zip(attends, inner, strict=True)]
+    if 3 in kinds:
+        raise keys.refusal(f"layer {kinds.index(3)} has heads and a product; of this architecture a layer has one")
+    del common["rope_parameters"]  # no layer rotates
+    return {
+        **common,
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "layers_block_type": [("linear_attention", "full_attention", "mlp")[kind] for kind in kinds],
+        "layer_norm_epsilon": common.pop("rms_norm_eps"),
+        "mamba_num_heads": mixer["mamba_n_heads"],
+        "mamba_head_dim": mixer["mamba_d_head"],
+        "ssm_state_size": mixer["mamba_d_state"],
+        "n_groups": mixer["mamba_n_groups"],
+        "conv_kernel": mixer["mamba_d_conv"],
+        "use_conv_bias": mixer["mamba_conv_bias"],
+        "attention_bias": keys.has_bias("attn_q", "attn_k", "attn_v", "attn_output"),
+        "mlp_bias": keys.has_bias("ffn_up", "ffn_down"),
+    }
+
+
+def _nemotron_h_layout(_config: Config) -> TensorLayout:
+    return TensorLayout(
+        names={
+            "attn_norm": "norm",
+            **{f"attn_{name}": f"{_ALONE}{name}_proj" for name in "qkv"},
+            "attn_output": f"{_ALONE}o_proj",
+            **{f"ffn_{name}": f"{_ALONE}{name}_proj" for name in ("up", "down")},
+            **_names(_ALONE),
+        },
+        outside={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+        made={**_vectors(_ALONE), f"{_ALONE}norm.weight": changed(_flat, "ssm_norm.weight")},
     )
 
 
 ARCHITECTURES = {
     "granitehybrid": Architecture(config=_granite, layout=_granite_layout),
     "falcon-h1": Architecture(config=_falcon_h1, layout=_falcon_h1_layout),
+    "nemotron_h": Architecture(config=_nemotron_h, layout=_nemotron_h_layout),
 }
