@@ -25,7 +25,7 @@ FACADE = ROOT / "tests/facade.py"
 MLX_LINES = 1230  # of the executor: what it takes to run another framework's arrays stays small
 # Of a package: its rooms, which are the folders and files at its top; its floors, the longest way down; its arrows,
 # pairs of rooms of which one imports the other, in functions and for types as well; and its rooms in circles.
-ROOMS = {"inference_engine": (19, 11, 94, 0), "inference_engine/kv": (17, 11, 68, 2)}
+ROOMS = {"inference_engine": (19, 11, 94, 0), "inference_engine/kv": (18, 12, 73, 2)}
 # Of the runtime: names of files that are there twice, mostly a kernel's and its reference's. The number only falls.
 REPEATED_FILES = 14
 # Methods of a session's parts, which every mechanism may have to answer. The numbers only fall.

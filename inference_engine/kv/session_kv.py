@@ -27,7 +27,8 @@ from torch import Tensor
 
 from inference_engine.errors import InvariantViolated, NoCapacity
 from inference_engine.kv.context import DraftMemory, KVContext
-from inference_engine.kv.memory.allocation import Allocation, allocation_bytes
+from inference_engine.kv.grant import Grant
+from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import Demand, Run
 from inference_engine.kv.part import Held, Part, Saved, saved_under, under
 from inference_engine.kv.parts.archived import ArchivedEntries, Asked
@@ -38,14 +39,10 @@ from inference_engine.kv.parts.shared_prefix import SharedPrefix
 from inference_engine.kv.strategy import (
     KVStrategy,
     Placement,
-    bound_of,
-    bytes_apart,
-    grows_with_history,
     no_address_space,
     no_capacity,
     placed,
     placement_demands,
-    whole_segments,
 )
 from inference_engine.types import Bound, Footprint
 
@@ -71,7 +68,7 @@ class SessionKV:
         """Reserve the sustained memory. Raises NoCapacity, with nothing taken, if there is no room for it.
 
         prefixes: the first entries, for each set of layers; they are borrowed until the session is released.
-        tokens: grant memory for a history of so many tokens, and more as it grows (`grow`). None: for the longest one.
+        tokens: grant memory for a history of so many tokens, and more as it grows (`grant`). None: for the longest one.
         is_dropped: begin as `drop` leaves a session, without memory.
         """
         self.strategy = strategy
@@ -86,7 +83,6 @@ class SessionKV:
         self._quiet_until = 0  # until there, a token is little more than an entry in the tables (`Part.stage`)
         self._tables: tuple[LayerEntries, ...] = ()  # of the regions that positions were staged in last
         self._quiet_footprint: tuple[int, Footprint] | None = None  # while that is so; with the pages that are open
-        self.bound = bound_of(strategy, context, limit_tokens, base=self.base)
         self.parts: tuple[Part, ...] = ()  # in the order of a step: what commits after others comes after them
         self.draft_memory: DraftMemory | None = None  # one of the parts, if a drafter keeps state per session
         self.states: RecurrentStates | None = None  # one of the parts, if layers of the model have recurrent states
@@ -108,11 +104,8 @@ class SessionKV:
         self._joins_segments = all(layout.step is None for _, layout in self._plan.resident)
         self._is_reserved = False
         self.is_dropped = is_dropped
-        self.grows = tokens is not None and grows_with_history(strategy, context, limit_tokens)
-        # Memory is granted for a history of so many tokens, at most `limit_tokens`; None: for any.
-        self.granted_tokens = limit_tokens
-        self._granted = self.bound  # the bytes of that grant
-        self._granted_apart = 0  # bytes granted outside the resident allocations
+        self.grant = Grant(strategy, context, limit_tokens, self.base, self._plan, may_grow=tokens is not None)
+        self.bound = self.grant.whole
         self._prefixes = tuple(prefixes)
         for prefix in prefixes:
             prefix.borrow()
@@ -125,23 +118,17 @@ class SessionKV:
         tokens: length of the history, where memory is granted as it grows.
         """
         assert not self._is_reserved
-        if self.grows:
-            assert tokens is not None
-            self.granted_tokens = self._whole(tokens)
-            self._granted = self.bound_at(tokens)
-        needed, pool = self._granted, self.context.pool
         is_granted = False
         try:
-            is_granted = not self.grows or pool.grant(self._granted_kv_bytes)
+            is_granted = self.grant.take(tokens)
             is_reserved = is_granted and self._reserve(self._plan)
         except BaseException:
             self._give_up(is_granted)
             raise
         if not is_reserved:
             self._give_up(is_granted)
-            raise self._refusal(needed)
-        if self.grows:
-            self._note_grants()
+            raise self._refusal(self.grant.bound)
+        self.grant.divide(self.allocations)
         self._is_reserved, self.is_dropped = True, False
 
     def _refusal(self, needed: Bound) -> NoCapacity:
@@ -156,70 +143,13 @@ class SessionKV:
             self._release_own()  # it is refused, and stays as it was dropped
         else:
             self.release()
-        if self.grows and is_granted:
-            self.context.pool.ungrant(self._granted_kv_bytes)
-
-    # -- memory that is granted as the history grows ----------------------------------------------------------------
-
-    def bound_at(self, tokens: int) -> Bound:
-        """Bytes that the session may hold while its history has at most `tokens` tokens, rounded up to segments."""
-        if not self.grows:
-            return self.bound
-        bound = bound_of(self.strategy, self.context, self._whole(tokens), base=self.base)
-        return replace(bound, tier_bytes=self.bound.tier_bytes)
-
-    def covers(self, tokens: int) -> bool:
-        """Is memory granted for a history of `tokens`?"""
-        return tokens <= self.covered_tokens
-
-    @property
-    def covered_tokens(self) -> float:
-        """The longest history that memory is granted for."""
-        granted = self.granted_tokens
-        return math.inf if granted is None or granted == self.limit_tokens else granted
-
-    def grow(self, tokens: int) -> bool:
-        """Grant memory for a history of `tokens`. False, and nothing changed, if the pool has none left.
-
-        Called under the store's lock. No entry is moved.
-        """
-        if self.covers(tokens):
-            return True
-        before, grown = self._granted_kv_bytes, self.bound_at(tokens)
-        if not self.context.pool.grant(grown.sustained_bytes - self._granted.sustained_bytes):
-            return False
-        self.granted_tokens, self._granted = self._whole(tokens), grown
-        assert self._granted_kv_bytes >= before, "a longer history needs no less"
-        self._note_grants()
-        return True
-
-    def _whole(self, tokens: int) -> int:
-        """`tokens` rounded up to segments, and beyond the shared prefix."""
-        return whole_segments(max(tokens, self.base + 1), self.context.geometry, self._most_tokens)
-
-    @property
-    def _most_tokens(self) -> int:
-        assert self.limit_tokens is not None, "a session without a limit is granted all its memory at once"
-        return self.limit_tokens
-
-    @property
-    def _granted_kv_bytes(self) -> int:
-        """Bytes granted, without those of the states and of the drafter, which are reserved separately."""
-        return self._granted.sustained_bytes - bytes_apart(self.context, self._plan)
-
-    def _note_grants(self) -> None:
-        """Divide the grant among the allocations, which may outlive the session."""
-        plan = placed(self.strategy, self.context, self.granted_tokens, self.base)
-        geometry = self.context.geometry
-        for group, (layers, layout) in zip(self._resident, plan.resident, strict=True):
-            need = LayerEntries.need(geometry, layers, layout)
-            group.allocation.nbytes = allocation_bytes(need.demands, itemsize=geometry.itemsize)
-        self._granted_apart = self._granted_kv_bytes - sum(group.allocation.nbytes for group in self._resident)
+        if is_granted:
+            self.grant.give_up()
 
     @property
     def reserved(self) -> Bound:
         """Bytes that are granted, and the peak that waking may need. Zero once the session was released or dropped."""
-        return self._granted if self._is_reserved else _NO_BYTES
+        return self.grant.bound if self._is_reserved else _NO_BYTES
 
     def drop(self) -> None:
         """Give all memory back, to `reserve` it again later. The session is then empty, and its tokens are staged anew.
@@ -247,12 +177,8 @@ class SessionKV:
         self.end_lending()
         for part in self._archived:
             part.shrink()
-        tokens = max(1, self.length)
-        if self.grows and self._is_reserved and self._whole(tokens) < (self.granted_tokens or 0):
-            before = self._granted.sustained_bytes
-            self.granted_tokens, self._granted = self._whole(tokens), self.bound_at(tokens)
-            self._note_grants()
-            self.context.pool.ungrant(before - self._granted.sustained_bytes)
+        if self._is_reserved:
+            self.grant.shrink(max(1, self.length))
 
     @property
     def may_be_kept(self) -> bool:
@@ -286,7 +212,7 @@ class SessionKV:
         for group in self._resident:
             if group.allocation.is_lent:
                 return _NO_BYTES
-        return self._granted if self._is_reserved else _NO_BYTES
+        return self.grant.bound if self._is_reserved else _NO_BYTES
 
     # -- forks, and going back --------------------------------------------------------------------------------------
 
@@ -404,7 +330,7 @@ class SessionKV:
 
     def _reserve(self, plan: Placement) -> bool:
         context = self.context
-        sustained = replace(context, pool=context.pool.ungranted()) if self.grows else context
+        sustained = replace(context, pool=context.pool.ungranted()) if self.grant.grows else context
         context.tier.reserve(self.bound.tier_bytes)
         self._tier_bytes = self.bound.tier_bytes
         for (layers, layout), prefix in zip(plan.resident, self._prefixes or repeat(None), strict=False):
@@ -615,7 +541,7 @@ class SessionKV:
         if not generated and self._archived and self._joins_segments and self._replayed is None:
             to_boundary += self._archived[0].room_beyond(at)
         to_replayed = math.inf if self._replayed is None else self.pending_replay
-        to_granted = math.inf if self.granted_tokens is None else self.granted_tokens - at
+        to_granted = math.inf if self.grant.tokens is None else self.grant.tokens - at
         return int(min(to_boundary, to_replayed, to_granted))
 
     def stage(self, count: int, generated: NDArray[np.bool_] | None = None) -> None:
@@ -657,7 +583,7 @@ class SessionKV:
     def _most_quiet(self, position: int) -> int:
         segment = self.context.geometry.segment_tokens
         end = position - position % segment + segment  # where entries may be evicted
-        return end if self.granted_tokens is None else min(end, self.granted_tokens)
+        return end if self.grant.tokens is None else min(end, self.grant.tokens)
 
     def _end_quiet(self) -> None:
         """More happens than that tokens are entered in the tables."""
@@ -720,7 +646,7 @@ class SessionKV:
         self.states, self.draft_memory = None, None
         prefixes, self._prefixes = self._prefixes, ()
         tier_bytes, self._tier_bytes = self._tier_bytes, 0
-        granted, self._granted_apart = self._granted_apart, 0
+        granted = self.grant.end()
         self._end_quiet()
         self._is_active = self._is_reserved = False
         with ExitStack() as stack:

@@ -588,8 +588,8 @@ class Scheduler:
                 return False
         tokens, kv = session.history.length, session.kv
         draft_tokens = min(_DRAFT_TOKENS, most_draft_tokens(request, self._speculation))
-        if not kv.covers(tokens + draft_tokens):
-            if not (draft_tokens and kv.covers(tokens)):
+        if not kv.grant.covers(tokens + draft_tokens):
+            if not (draft_tokens and kv.grant.covers(tokens)):
                 try:
                     self._store.secure(session, tokens)
                 except RequestError as error:
@@ -598,13 +598,13 @@ class Scheduler:
             # After a refusal the next attempt is made when the next segment is granted, not at each step.
             should_grow = (
                 draft_tokens > 0
-                and not kv.covers(tokens + draft_tokens)
-                and request.refused_behind != kv.granted_tokens
+                and not kv.grant.covers(tokens + draft_tokens)
+                and request.refused_behind != kv.grant.tokens
             )
             if should_grow and not self._store.secure_if_free(session, tokens + draft_tokens):
-                request.refused_behind = kv.granted_tokens
+                request.refused_behind = kv.grant.tokens
         if request.generated:
-            request.secured_length = min(kv.covered_tokens - draft_tokens, session.granted_length - 1)
+            request.secured_length = min(kv.grant.covered_tokens - draft_tokens, session.granted_length - 1)
         return True
 
     def _move_back(self, batch: list[Request], last: tuple[int, float] | None) -> None:
@@ -666,5 +666,5 @@ def _continues(request: Request) -> bool:
         and request.stop is None
         and request.generated + 1 < request.params.max_tokens
         and (request.matching is None or request.matching.goes_on(is_drafted=request.params.drafting))
-        and (length <= request.secured_length or kv.covers(length))
+        and (length <= request.secured_length or kv.grant.covers(length))
     )

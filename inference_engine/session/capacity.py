@@ -158,7 +158,9 @@ class Admission:
     def readmit(self, sessions: Collection[Session], session: Session) -> None:
         """Memory for a session whose K/V was dropped. Raises as `admit`, and the session stays as it is."""
         kv, tokens = session.kv, len(session.history) + 1
-        self._make_room(sessions, kv.bound_at(tokens), session.owner, lambda: kv.reserve(tokens), lambda: kv.demands)
+        self._make_room(
+            sessions, kv.grant.bound_at(tokens), session.owner, lambda: kv.reserve(tokens), lambda: kv.demands
+        )
 
     def lend(self, lender: SessionKV, session: Session, at: int) -> bool:
         """Let a session without entries of its own go on behind the first `at` of `lender`. False, and nothing changed,
@@ -170,7 +172,7 @@ class Admission:
         kv.drop()
         try:
             session.kv = SessionKV(
-                kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=tokens if kv.grows else None
+                kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=tokens if kv.grant.grows else None
             )
         except NoCapacity:
             kv.reserve(tokens)  # it has just given as much back
@@ -183,12 +185,12 @@ class Admission:
     def grow(self, sessions: Collection[Session], session: Session, tokens: int) -> None:
         """Memory for a history of `tokens`. Raises as `admit`, and the session stays as it is."""
         kv = session.kv
-        if kv.covers(tokens):
+        if kv.grant.covers(tokens):
             return
-        then = kv.bound_at(tokens)
+        then = kv.grant.bound_at(tokens)
 
         def take() -> None:
-            if not kv.grow(tokens):
+            if not kv.grant.grow(tokens):
                 raise no_capacity(self._context, then)
 
         # It has its runs already.
@@ -197,9 +199,9 @@ class Admission:
     def grow_if_free(self, sessions: Collection[Session], session: Session, tokens: int) -> bool:
         """As `grow`, but from free memory only: no session is dropped. False if there is none; nothing changes then."""
         kv, pool = session.kv, self._context.pool
-        if kv.covers(tokens):
+        if kv.grant.covers(tokens):
             return True
-        needed = _more(kv, kv.bound_at(tokens))
+        needed = _more(kv, kv.grant.bound_at(tokens))
         # The cheapest check first: the others loop over all sessions.
         if needed.sustained_bytes > pool.capacity_bytes - pool.reserved_bytes:
             return False
@@ -208,7 +210,7 @@ class Admission:
             self._keep_room_to_wake(sessions, needed)
         except (NoCapacity, QuotaExceeded):
             return False
-        return kv.grow(tokens)
+        return kv.grant.grow(tokens)
 
     # -- places -----------------------------------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class KeptPrefixes:
         limit = max(length, session.kv.limit_tokens or 0)
         try:
             with self._lock:
-                asked = length if session.kv.grows else None
+                asked = length if session.kv.grant.grows else None
                 kv = SessionKV(session.kv.strategy, self._context, limit, tokens=asked)
                 try:
                     new = self._new(session, kv, tokens)

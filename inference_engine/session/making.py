@@ -66,7 +66,7 @@ class SessionMaker:
             str(kv.strategy),
             kv.limit_tokens,
             tuple(sorted(eos_token_ids)),
-            is_growing=kv.grows,
+            is_growing=kv.grant.grows,
             segment_tokens=kv.context.geometry.segment_tokens,
             mode=self._mode.value,
             codec=self.codec_of(kv.strategy),

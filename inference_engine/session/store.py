@@ -156,7 +156,7 @@ class SessionStore:
                 parent.kv.strategy,
                 limit_tokens,
                 parent.owner,
-                tokens=at + 1 if parent.kv.grows else None,
+                tokens=at + 1 if parent.kv.grant.grows else None,
                 parent=parent.kv,
                 kept_tokens=entries_kept(at),
             )
@@ -205,7 +205,7 @@ class SessionStore:
     def _without_memory(self, session: Session, prefixes: Sequence[SharedPrefix] = ()) -> SessionKV:
         kv = session.kv
         return SessionKV(
-            kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=1 if kv.grows else None, is_dropped=True
+            kv.strategy, self._context, kv.limit_tokens, prefixes, tokens=1 if kv.grant.grows else None, is_dropped=True
         )
 
     def find(self, session_id: str, owner: str) -> Session:
