@@ -647,7 +647,8 @@ def _names() -> set[str]:
     return {spec.name for kind in (EngineConfig, ModelConfig, ServerConfig) for spec in fields(kind)}
 
 
-def _meant(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """What a misspelled name may have been, as the end of an error; empty if nothing is near."""
     close = [f"{prefix}{each}" for each in get_close_matches(name, known, n=2, cutoff=0.75)]
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
@@ -657,7 +658,7 @@ def misspelled_variables() -> tuple[str, ...]:
     known = {name.upper() for name in _names()} | {_FILE_VARIABLE.removeprefix(_VARIABLE)}
     given = sorted(name.removeprefix(_VARIABLE) for name in os.environ if name.startswith(_VARIABLE))
     others = [name for name in given if name not in known and name.lower() not in _OLD]
-    meant = {name: _meant(name, known, prefix=_VARIABLE) for name in others}
+    meant = {name: did_you_mean(name, known, prefix=_VARIABLE) for name in others}
     return tuple(f"{_VARIABLE}{name}{others}" for name, others in meant.items() if others)
 
 
@@ -671,7 +672,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         named = ", ".join(f"[{name}]" for name in tables)
         raise ConfigError(f"{path}: it has tables ({named}); the file is flat, a line `name = value` for each setting")
     if unknown := sorted(set(content) - known - _OLD):
-        named = ", ".join(f"{name}{_meant(name, known)}" for name in unknown)
+        named = ", ".join(f"{name}{did_you_mean(name, known)}" for name in unknown)
         every = "" if "did you mean" in named else f"; the settings are {', '.join(sorted(known))}"
         raise ConfigError(f"{path}: unknown settings {named}{every}")
     return content

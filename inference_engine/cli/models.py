@@ -122,11 +122,12 @@ def fetched(config: ModelConfig, errors: Console) -> str:
         if not model_folder(name, cache).exists():
             errors.print(_expected(known_model(name)), soft_wrap=True, markup=False, highlight=False)
         return fetch_named(name, cache, errors)
-    if hub_model(name) is not None and not in_full(name).exists():
-        try:
-            find_model(name, cache=cache)
-        except ModelError:
-            return fetch_named(name, cache, errors)
+    try:
+        find_model(name, cache=cache)
+    except ModelError:
+        if hub_model(name) is None or in_full(name).exists():
+            raise
+        return fetch_named(name, cache, errors)
     return f"{name} is here"
 
 

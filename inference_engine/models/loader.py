@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_engine.config import forbid_model_hub, hub_cache, in_full
+from inference_engine.config import did_you_mean, forbid_model_hub, hub_cache, in_full
 from inference_engine.errors import BackendError, ModelError
 from inference_engine.models.checksums import sha256_of
 from inference_engine.models.fetch import check_fetched, convert_for_torch, model_folder, pinned_as
@@ -386,7 +386,7 @@ def _locate(name_or_path: str, cache: Path) -> Path:
         return snapshot(named, hub_cache())
     raise ModelError(
         f"{name_or_path}: neither a known model ({', '.join(known_names())}), nor a folder, nor a GGUF file, nor a "
-        "name of the hub (org/name)"
+        f"name of the hub (org/name){did_you_mean(name_or_path, known_names())}"
     )
 
 

@@ -90,6 +90,12 @@ def test_run_starts_a_model_by_its_folder_and_one_without_a_template_goes_on_wit
         assert (lengths == [5, 5]) is not has_template, "as it was typed, with nothing around it"
 
 
+def test_a_misspelled_model_is_not_said_to_be_here(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(("run", "smolm2-135m")) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("kakeya run: smolm2-135m: neither") and line.endswith("(did you mean smollm2-135m?)")
+
+
 def test_what_its_own_server_would_calibrate_is_made_before_and_not_behind_a_spinner(
     chat: Chat, server: Server, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from inference_engine.cli import models as command
+from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError
 from inference_engine.models import HubModel, fetch_from_hub, find_model, hub_download, hub_fetch, load_model
 from inference_engine.models.hub import snapshot
@@ -105,6 +107,16 @@ def test_a_model_is_fetched_and_opens_by_its_name(
         *("config.json", "generation_config.json", "model.safetensors"),
         *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     }
+
+
+def test_run_fetches_a_model_of_the_hub_once(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ModelConfig(model=NAME, cache_dir=str(cache))
+    with served(hub):
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        assert command.fetched(config, Console(stderr=True)).startswith(f"{NAME} is ready in ")
+        asked = len(hub.asked)
+        assert command.fetched(config, Console(stderr=True)) == f"{NAME} is here"
+    assert len(hub.asked) == asked
 
 
 def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
