@@ -97,6 +97,26 @@ def on_page_markdown(markdown: str, *, page: Page, **_: object) -> str:
     return LINK.sub(pointed, markdown)
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Write the name of its column into each cell of a table: on a phone a row is a card."""
+
+    def named(table: re.Match[str]) -> str:
+        columns = [
+            re.sub(r"<[^>]*>", "", head).strip() for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)
+        ]
+
+        def row(match: re.Match[str]) -> str:
+            places = iter(columns)
+            return re.sub(r"<td\b", lambda _: _cell(next(places, "")), match[0])
+
+        return re.sub(r"<tr>.*?</tr>", row, table[0], flags=re.DOTALL)
+
+    def _cell(column: str) -> str:
+        return f'<td data-column="{column.replace(chr(34), "&quot;")}"' if column else "<td"
+
+    return re.sub(r"<table>.*?</table>", named, html, flags=re.DOTALL)
+
+
 def _home(file: File) -> PurePosixPath | None:
     """Where a page comes from in the repository; None for a page that is made here.
 
