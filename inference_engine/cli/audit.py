@@ -95,6 +95,7 @@ class Found:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "audit",
+        usage="%(prog)s [OPTION ...]",
         help="check that a server's tokens depend on the history alone",
         description="Check that a server's tokens depend on the history alone.\n\n" + __doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -48,6 +48,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "repetition_penalty", "presence_pen
 def add_parser(subparsers: Subparsers) -> None:
     one = subparsers.add_parser(
         "run",
+        usage="%(prog)s [OPTION ...] NAME|PATH",
         help="fetch a model if it is not here, start it, and chat",
         description="Fetch a model if it is not here, start a server with it, and chat as `kakeya chat` does. A model "
         "without a chat template goes on with what is typed.",
@@ -61,6 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
     parser = subparsers.add_parser(
         "chat",
+        usage="%(prog)s [OPTION ...]",
         help="chat with a model in the terminal",
         description="Chat with a model. /help lists the commands. Reads messages from standard input, one a line, if "
         "it is a pipe; there every line but those commands is a message, such as /etc/hosts. A second answer differs "

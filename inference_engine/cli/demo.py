@@ -51,6 +51,7 @@ SHOWN_IDS = 6
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
+        usage="%(prog)s [OPTION ...]",
         help="watch a scripted conversation with a real model",
         description="Fetch the model if needed, start a server, hold a conversation of several turns, show its costs.",
     )

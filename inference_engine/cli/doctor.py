@@ -64,6 +64,7 @@ class Settings:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "doctor",
+        usage="%(prog)s [OPTION ...]",
         help="check this installation, down to a token from the model",
         description="Check versions, device, model and port, then generate one token. Status 1 if a check fails.",
     )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "gateway",
+        usage="%(prog)s [OPTION ...]",
         help="serve OpenAI's and Anthropic's APIs from a running server's sessions",
         description="Serve /v1/responses, /v1/chat/completions and /v1/messages. Every conversation is a session of "
         "the server, so a turn computes what is new in it. Callers' API keys are the server's.",

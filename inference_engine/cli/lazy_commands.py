@@ -23,7 +23,7 @@ LABORATORY = "laboratory"
 # Each is a module of `laboratory.commands` with an `add_arguments(parser)`.
 COMMANDS = {
     "evaluate": "measure strategies against full, and keep the records",
-    "bench": "measure a server under load",
+    "bench": "measure speed, memory and endurance, beside something else",
     "train": "calibrate the latent codec that restores evicted KV entries; train a drafter",
 }
 # What other servers call an option of ours.

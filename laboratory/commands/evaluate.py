@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         one.set_defaults(run=run)
     report = commands.add_parser(
         "report",
-        help="make the pages of records again, or show records",
+        help="make the index of records and their pictures again, or show records",
     )
     _add_results(report)
     report.add_argument(
