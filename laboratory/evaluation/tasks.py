@@ -106,13 +106,13 @@ def _single(trial: int, seed: int) -> Question:
     )
 
 
-_PEOPLE = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Peter")
+PEOPLE = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry", "Julia", "Peter")
 
 
 def _multi(trial: int, seed: int) -> Question:
     haystack, asked = divmod(trial, _FACTS_OF_MULTI)
     rng = random.Random(f"multi/{seed}/{haystack}")
-    people = rng.sample(_PEOPLE, _FACTS_OF_MULTI)
+    people = rng.sample(PEOPLE, _FACTS_OF_MULTI)
     codes = [_code(rng) for _ in people]
 
     def grade(text: str) -> Grade:
@@ -212,7 +212,7 @@ def _tool_call(trial: int, seed: int) -> Question:
 
 def _values(trial: int, seed: int) -> Question:
     rng = random.Random(f"values/{seed}/{trial}")
-    (person,) = rng.sample(_PEOPLE, 1)
+    (person,) = rng.sample(PEOPLE, 1)
     codes = _codes(rng, _VALUES)
 
     def grade(text: str) -> Grade:
@@ -233,7 +233,7 @@ def _values(trial: int, seed: int) -> Question:
 def _variables(trial: int, seed: int) -> Question:
     """Two chains, each of a key and a name that leads to it; the second name of one of them is asked for."""
     rng = random.Random(f"variables/{seed}/{trial}")
-    people, codes, chain = rng.sample(_PEOPLE, 4), _codes(rng, 2), rng.randrange(2)
+    people, codes, chain = rng.sample(PEOPLE, 4), _codes(rng, 2), rng.randrange(2)
     asked = people[2 + chain]
 
     def grade(text: str) -> Grade:
