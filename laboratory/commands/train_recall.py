@@ -1,4 +1,4 @@
-"""`kakeya train recall`: a small model that recalls what it was told, from nothing, in minutes on a GPU.
+"""`kakeya train recall`: a small model that recalls what it was given, from nothing, in minutes on a GPU.
 
 kakeya train recall FOLDER --device cuda                 a decoder of Qwen3's layers
 kakeya train recall FOLDER --device cuda --hybrid        with states in three of four layers, as Qwen3.5

@@ -41,7 +41,7 @@ _OF_COPIES, _OF_TEXT = 0.5, 0.1  # weights of their loss, beside that of answers
 RATE, _OTHERS_RATE, _MOMENTUM = 0.02, 4e-3, 0.95
 _WARM, _DECAY = 0.02, 0.5  # shares of the time
 _RECENT = 16  # steps of a stage whose answers say whether it ends
-_LEARNS = 0.3  # a digit is guessed once in ten times
+_LEARNS = 0.3  # by chance a tenth
 # Ids of a batch whose activations are kept for the way back; of more they are computed again.
 _KEPT = {"qwen3": 2**17, "qwen3_5_text": 2**16}
 _CHUNK = 64
@@ -51,10 +51,10 @@ Config: TypeAlias = Qwen3Config | Qwen3_5TextConfig
 
 STAGES = (
     Stage(length=128, rows=512, share=0.8, until=0.25, enough=0.9),
-    Stage(length=512, rows=128, share=0.8, until=0.4),
-    Stage(length=2048, rows=32, share=0.6, until=0.52),
-    Stage(length=8192, rows=8, share=0.4, until=0.62),
-    Stage(length=32_768, rows=2, share=0.25, until=0.78),
+    Stage(length=512, rows=128, share=0.8, until=0.35),
+    Stage(length=2048, rows=32, share=0.6, until=0.45),
+    Stage(length=8192, rows=8, share=0.4, until=0.55),
+    Stage(length=32_768, rows=2, share=0.25, until=0.75),
     Stage(length=POSITIONS, rows=1, share=0.15, until=1.0, enough=2.0),
 )
 
@@ -73,7 +73,7 @@ class Reading:
 
     @property
     def learns(self) -> bool:
-        """Whether digits are right that nobody guesses."""
+        """Whether more digits are right than by chance."""
         return self.right > _LEARNS
 
 
@@ -298,7 +298,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Te
     """The gated delta rule from a state of zero: [rows, length, heads, width], in float32 within; g and beta are
     without width.
 
-    Length is a multiple of a chunk. Every chunk's triangle is solved at once; only states go from chunk to chunk.
+    Length is a multiple of a chunk. Every chunk's triangle is inverted at once, and states are a scan over chunks.
     """
     dtype = query.dtype
     with torch.autocast(query.device.type, enabled=False):
@@ -309,19 +309,43 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Te
         b = beta.float().view(chunk).permute(1, 0, 3, 2)[..., None]
         decay = g.float().view(chunk).permute(1, 0, 3, 2).cumsum(-1)
         between = (decay[..., :, None] - decay[..., None, :]).tril().exp().tril()
-        triangle = (k * b) @ k.mT * between
-        # (1 + strictly lower triangle) x = [v, k decayed]: what each token writes, and what it takes from the state.
-        wanted = torch.cat([v * b, k * b * decay[..., None].exp()], dim=-1)
-        solved = torch.linalg.solve_triangular(triangle.tril(-1), wanted, upper=False, unitriangular=True)
+        triangle = ((k * b) @ k.mT * between).tril(-1)
+        # What each token writes, and what it takes from the state.
+        solved = _Inverse.apply(triangle) @ torch.cat([v * b, k * b * decay[..., None].exp()], dim=-1)  # type: ignore[no-untyped-call]
         written, taken = solved.split((v.shape[-1], width), dim=-1)
+        keys = (k * (decay[..., -1:] - decay)[..., None].exp()).mT
+        kept = torch.eye(width, device=k.device) * decay[..., -1, None, None].exp() - keys @ taken
+        states = _scan(kept, keys @ written)
         inside = (q @ k.mT * between).tril()
-        queries, last = q * decay[..., None].exp(), decay[..., -1, None, None].exp()
-        keys = k * (decay[..., -1:] - decay)[..., None].exp()
-        state = v.new_zeros(rows, heads, width, v.shape[-1])
-        found = []
-        for number in range(length // _CHUNK):
-            new = written[number] - taken[number] @ state
-            found.append(queries[number] @ state + inside[number] @ new)
-            state = state * last[number] + keys[number].mT @ new
-        out = torch.stack(found).permute(1, 0, 3, 2, 4).reshape(rows, length, heads, -1)
+        out = (q * decay[..., None].exp()) @ states + inside @ (written - taken @ states)
+        out = out.permute(1, 0, 3, 2, 4).reshape(rows, length, heads, -1)
     return out.to(dtype), None
+
+
+class _Inverse(torch.autograd.Function):
+    """Of 1 + n, n strictly lower triangular: blocks of 1, 2, 4 … rows, each from the two of half its size."""
+
+    @staticmethod
+    def forward(ctx: Any, n: Tensor) -> Tensor:
+        found, places = torch.eye(n.shape[-1], device=n.device), torch.arange(n.shape[-1], device=n.device)
+        for size in (2**power for power in range((n.shape[-1] - 1).bit_length())):
+            block = places // size
+            below = (block[:, None] == block + 1) & (block % 2 == 0)
+            found = found - found @ (n * below) @ found
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        found: Tensor = ctx.saved_tensors[0]
+        return -(found.mT @ grad @ found.mT)
+
+
+def _scan(kept: Tensor, new: Tensor) -> Tensor:
+    """The states before each chunk: state ← kept @ state + new, from zero, in as many steps as doubling takes."""
+    reach = 1
+    while reach < len(new) - 1:
+        new = torch.cat([new[:reach], new[reach:] + kept[reach:] @ new[:-reach]])
+        kept = torch.cat([kept[:reach], kept[reach:] @ kept[:-reach]])
+        reach *= 2
+    return torch.cat([torch.zeros_like(new[:1]), new[:-1]])

@@ -36,8 +36,9 @@ _IS_PERSON = re.compile(rf"\b({'|'.join(PEOPLE)})\b")
 _MORE_NAMES = 600
 _CODE_CHARACTERS = 1_500_000  # beside all of the prose
 _CODE_SHARE = 0.25  # of pieces of filler
-_ONCE = ("single", "aggregation")  # they name nobody: a row has room for one of each
+_ONCE = ("single", "aggregation")  # they name no person: a row has room for one of each
 _REPEATED = ("multi", "values", "variables")
+_MORE = ("multi", "variables", "variables")  # a chain of names is learned last
 COPY = "copy"
 KINDS = (*_ONCE, *_REPEATED, COPY)
 _BESIDE = len(KINDS) + 1  # what is no digit in an answer about facts
@@ -76,7 +77,7 @@ class Stage:
     rows: int
     share: float
     until: float
-    enough: float = 0.97
+    enough: float = 0.95
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +138,7 @@ class RecallText:
         asked: list[tuple[Ids, Ids]] = []
         used, left, longest = 0, list(_ONCE), max(_COPIED[0], min(_COPIED[1], room // 2))
         while used < room:
-            kinds = (*_REPEATED, "multi", COPY, *left)
+            kinds = (*_REPEATED, *_MORE, COPY, *left)
             kind = COPY if room < _SHORT and rng.random() < 0.4 else rng.choice(kinds)
             if kind in left:
                 left.remove(kind)

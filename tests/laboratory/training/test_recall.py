@@ -61,8 +61,8 @@ def test_digits_between_pieces_change_no_id() -> None:
 
 def test_the_delta_rule_and_its_gradient_are_those_of_transformers() -> None:
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 192, 3, 16, requires_grad=True) for _ in range(3))
-    g, beta = -torch.rand(2, 192, 3), torch.rand(2, 192, 3)
+    q, k, v = (torch.randn(2, 640, 3, 16, requires_grad=True) for _ in range(3))
+    g, beta = -torch.rand(2, 640, 3), torch.rand(2, 640, 3)
     own, _ = delta_rule(q, k, v, g=g, beta=beta)
     theirs, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(
         q, k, v, g=g, beta=beta, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True
