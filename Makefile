@@ -51,7 +51,7 @@ WHOLE := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
 .PHONY: help setup native developed demo serve chat test test-further test-http test-long laws-mlx test-gpu test-mac test-hostile check proto bench evaluate soak soak-long soak-kill soak-power soak-faults soak-replicas seeded-bugs
 .PHONY: clean release sanitize fronts postgres
-.PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript long-typescript
+.PHONY: lint format types contracts wire reference verdicts documents pages docs unit node typescript unit-typescript further-typescript long-typescript
 
 help: ## this list
 	@echo 'Kakeya: sessions with one model, over gRPC, in raw token ids.'
@@ -88,7 +88,7 @@ unit: developed node ## the tests without the checks; ARGS go to pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=worksteal \
 	    $(if $(CHECKS_TOOK),--checks-took='$(CHECKS_TOOK)') $(ARGS)
 
-test-further: developed node vocabularies clients ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
+test-further: developed further-typescript vocabularies clients ## what `make test` has no time for: laboratory, benchmarks, site, wheels, cases much like others; CI runs it
 	@$(BIN)/kakeya models fetch smollm2-135m
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m further --numprocesses=auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
@@ -233,6 +233,10 @@ typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
 
 unit-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json ## the TypeScript SDK's tests, against a server of ours
 	@$(NPM) test
+
+# The package as it is published, and pressure.
+further-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json
+	@$(NPM) run test:further
 
 # In full under pressure, and all of them in Bun, which is fetched once (50 MB).
 long-typescript: $(TYPESCRIPT)/node_modules/.package-lock.json

@@ -31,7 +31,9 @@ BENCHMARKS = (
     "tests/laboratory/bench/test_journal_bench.py",
     "tests/laboratory/bench/test_kept_sessions_bench.py",
     "tests/laboratory/bench/test_latent_attention_bench.py",
+    "tests/laboratory/bench/test_long_session.py",
     "tests/mlx/test_measures.py",
+    "tests/mlx/test_suite.py",
 )
 # Of the HTTP door, `make test-http` runs all; `make test` has what a completion is.
 HTTP = tuple(

@@ -1,8 +1,11 @@
 import { fileURLToPath } from "node:url";
 
-import { defineConfig } from "vitest/config";
+import { configDefaults, defineConfig } from "vitest/config";
 
 const source = (name: string): string => fileURLToPath(new URL(`src/${name}.ts`, import.meta.url));
+
+/** Of what is published, and under pressure: `make test-further` runs them. */
+export const FURTHER = ["src/package.test.ts", "src/pressure.test.ts"];
 
 export default defineConfig({
   // The examples import the package by its name, as their readers will.
@@ -15,6 +18,7 @@ export default defineConfig({
   },
   test: {
     include: ["src/**/*.test.ts", "examples/**/*.test.ts"],
+    exclude: [...configDefaults.exclude, ...FURTHER],
     provide: { isLong: false },
     globalSetup: "testing/servers.ts",
     // Generous: a machine that is busy with something else is slow. Nothing is expected to take that long.

@@ -1,4 +1,4 @@
-import { defineConfig } from "vitest/config";
+import { configDefaults, defineConfig } from "vitest/config";
 
 import short from "./vitest.config.js";
 
@@ -8,6 +8,7 @@ export default defineConfig({
   test: {
     ...short.test,
     include: ["src/pressure.test.ts", "testing/*.long.test.ts"],
+    exclude: configDefaults.exclude,
     testTimeout: 900_000,
     provide: { isLong: true },
   },

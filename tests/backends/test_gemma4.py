@@ -89,7 +89,7 @@ def served() -> dict[str, tuple[PreTrainedModel, TorchForward]]:
 
 
 @each_kind
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [further(False), True])
 def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transformers_does(
     kind: str, drafts: bool, served: dict[str, tuple[PreTrainedModel, TorchForward]]
 ) -> None:

@@ -123,7 +123,7 @@ def served() -> Served:
 
 
 @each_kind
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [further(False), True])
 def test_sessions_in_one_batch_their_forks_and_second_turns_continue_as_transformers_does(
     kind: str, drafts: bool, served: Served
 ) -> None:

@@ -89,7 +89,7 @@ from tests.tiny import SMALL, tiny_engine, tiny_model
 SERVED: list[Any] = [
     (LlamaForCausalLM, LlamaConfig(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4})),
     further(Qwen3ForCausalLM, Qwen3Config(use_sliding_window=True, sliding_window=64, max_window_layers=14)),
-    (Gemma3ForCausalLM, Gemma3TextConfig()),  # two rotary tables, five windows to one
+    further(Gemma3ForCausalLM, Gemma3TextConfig()),  # two rotary tables, five windows to one
     (GlmForCausalLM, GlmConfig()),  # half of each head rotated, interleaved
     further(LlamaForCausalLM, LlamaConfig(num_key_value_heads=8)),
     further(Gemma2ForCausalLM, Gemma2Config()),  # soft-capped scores, alternating windows

@@ -266,7 +266,7 @@ def serving(condition: str, folder: Path, *more: str) -> Iterator[tuple[Process,
 
 
 SERVED = sorted({*CONDITIONS} - {"folder gone"})
-LESS_OFTEN = {*SERVED} - {"all closed", "nohup", "no home"}
+LESS_OFTEN = {*SERVED} - {"no home"}
 
 
 @pytest.mark.parametrize("condition", [further(each) if each in LESS_OFTEN else each for each in SERVED])

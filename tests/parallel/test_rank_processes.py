@@ -13,6 +13,7 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.server.watchdog import EXIT_STALLED
 from kakeya import Client, KakeyaError, RetryPolicy
+from tests.further import further
 from tests.laws.variants import generate, text
 from tests.processes import Server, kakeya_serve
 from tests.tiny import SMALL
@@ -43,7 +44,9 @@ def is_there(process: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("ends", [None, signal.SIGKILL, signal.SIGSTOP], ids=["stopped", "a rank dies", "a rank hangs"])
+@pytest.mark.parametrize(
+    "ends", [further(None), signal.SIGKILL, further(signal.SIGSTOP)], ids=["stopped", "a rank dies", "a rank hangs"]
+)
 def test_two_processes_serve_the_tokens_of_one_and_end_together(ends: signal.Signals | None, tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     config = ModelConfig(

@@ -29,6 +29,7 @@ from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.types import GenerateParams, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.backends.test_families import SIZES, write_model
+from tests.further import further
 from tests.laws.variants import drain, generate, text, tokens
 from tests.parallel.in_threads import InThread, ThreadGroup, two_ranks
 from tests.tiny import SMALL, tiny_model
@@ -56,6 +57,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "head_dim": 16, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
 }
+# A bias of each product, a table of angles by length, norms and windows of its own, experts beside a shared one.
+FIRST = ("llama", "longrope", "gemma3_text", "qwen2_moe")
 
 
 def opened_whole(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Forward:
@@ -76,7 +79,7 @@ def turns(engine: Engine, strategy: str = "full") -> list[list[tuple[int, float 
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family if family in FIRST else further(family) for family in FAMILIES])
 def test_every_family_with_a_list_gives_the_tokens_of_the_whole_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,10 +149,14 @@ def test_long_chunks_read_by_views_that_all_ranks_make(
     assert set(read) == ({0, 1, 2} if strategy == "full" else set())
 
 
-@pytest.mark.parametrize("share", [True, False], ids=["shared", "copied"])
+@pytest.mark.parametrize("share", [True, further(False)], ids=["shared", "copied"])
 @pytest.mark.parametrize(
     "strategy",
-    ["full", "sink_window:sink=4,window=16", "sink_window:sink=0,window=7", "layer_window:window=16,full_layers=2"],
+    [
+        "full",
+        "sink_window:sink=4,window=16",
+        *map(further, ("sink_window:sink=0,window=7", "layer_window:window=16,full_layers=2")),
+    ],
 )
 def test_what_sessions_do_between_steps_is_done_on_every_rank(
     strategy: str, share: bool, folder: Path, ranks: TorchForward, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +189,9 @@ def test_other_strategies_and_codecs_are_refused_by_name(ranks: TorchForward) ->
         ({"drafter": "trained"}, "drafter=trained yet: start with drafter=ngram"),
         ({"backend": "native"}, "backend=native yet"),
         ({"device": "cuda:1"}, "CUDA_VISIBLE_DEVICES"),
-        ({"tensor_parallel": 4}, "tensor_parallel=4 does not divide num_key_value_heads, which is 2: start with 2"),
+        further(
+            {"tensor_parallel": 4}, "tensor_parallel=4 does not divide num_key_value_heads, which is 2: start with 2"
+        ),
     ],
 )
 def test_what_ranks_cannot_do_is_refused_at_the_start(settings: dict[str, Any], said: str, folder: Path) -> None:
