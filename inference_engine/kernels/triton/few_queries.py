@@ -32,10 +32,20 @@ from inference_engine.kernels.triton.tiles import shared_bytes
 
 # Programs, if no run were rounded up: one for each processor of a large GPU where there is one query, else two.
 _PROGRAMS_OF_ONE, _PROGRAMS = 128, 256
-_TILE = SelectionTile(64, 2**14, 4, 4)
+_TILE, _WIDE_TILE = SelectionTile(64, 2**14, 4, 4), SelectionTile(64, 2**15, 4, 3)
 _MERGED, _MERGED_OF_MANY = 32, 128  # channels that a program merges
 _MOST_MERGED = 2**13  # numbers of states that a program holds
 _FEW = 4  # queries, whose states are merged by as many programs as there can be
+
+
+def _tile_of(width: int, *, is_one: bool, selects: bool) -> tuple[SelectionTile, int]:
+    """What a program reads at once, and how many programs there are: the fastest tried on an H200, 1,024 to 120,000
+    entries of 256 and of 512 numbers. Of two on a processor each has one stage less. Selected blocks may be small."""
+    if width < 256 or selects:
+        return _TILE, _PROGRAMS_OF_ONE if is_one else _PROGRAMS
+    if is_one and width == 256:
+        return _WIDE_TILE, _PROGRAMS_OF_ONE
+    return _WIDE_TILE._replace(stages=2), _PROGRAMS
 
 
 def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None) -> None:
@@ -46,10 +56,11 @@ def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None
     queries, regions, kv_heads, group = call.queries, call.lines, call.kv_heads, call.group
     query_count, query_heads, head_dim = queries.shape
     width = width_of(head_dim)
-    rows, slots = max(LEAST, triton.next_power_of_2(group)), _TILE.rows_of(width, queries.element_size())
+    tile, most_programs = _tile_of(width, is_one=query_count == 1, selects=listed is not None)
+    rows, slots = max(LEAST, triton.next_power_of_2(group)), tile.rows_of(width, queries.element_size())
     row = width * queries.element_size()
-    stages = max(1, min(_TILE.stages, (shared_bytes(queries.device) - rows * row) // (2 * slots * row)))
-    runs = max(1, (_PROGRAMS_OF_ONE if query_count == 1 else _PROGRAMS) // kv_heads)  # of one KV head
+    stages = max(1, min(tile.stages, (shared_bytes(queries.device) - rows * row) // (2 * slots * row)))
+    runs = max(1, most_programs // kv_heads)  # of one KV head
     programs = runs + query_count  # each query's last run may be a short one
     # What each run gives: a sum over its weights, and their log-sum-exp.
     states = torch.empty((programs, query_heads, head_dim), dtype=torch.float32, device=queries.device)
@@ -57,6 +68,7 @@ def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None
     shared = {
         "FIELDS": FIELDS,
         "RUNS": runs,
+        "LEAST_RUN": 1,
         "SELECTS": listed is not None,
         "D": head_dim,
         "BLOCK_N": triton.next_power_of_2(query_count),
@@ -82,7 +94,7 @@ def attend_few(call: AttentionCall, out: Tensor, *, listed: Tensor | None = None
         HAS_CAP=call.softcap is not None,
         BLOCK_D=width,
         BLOCK_Q=rows,
-        num_warps=_TILE.warps,
+        num_warps=tile.warps,
         num_stages=stages,
         **shared,
     )
@@ -119,14 +131,14 @@ def ends_of(p_line, SELECTS: tl.constexpr):
 
 @triton.jit
 def runs_of(
-    p_regions, query_count, FIELDS: tl.constexpr, RUNS: tl.constexpr, SELECTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    p_regions, query_count, FIELDS: tl.constexpr, RUNS: tl.constexpr, LEAST_RUN: tl.constexpr, SELECTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Of each query, how many runs there are, at least one; and the tiles of a run."""
     o_n = tl.arange(0, BLOCK_N)
     p_lines = p_regions + tl.minimum(o_n, query_count - 1) * FIELDS
     b_tiles = tl.where(o_n < query_count, tl.cdiv(ends_of(p_lines, SELECTS), BLOCK_S), 0)
-    tiles = tl.maximum(tl.cdiv(tl.sum(b_tiles, axis=0), RUNS), 1)
+    tiles = tl.maximum(tl.cdiv(tl.sum(b_tiles, axis=0), RUNS), LEAST_RUN)
     return tl.where(o_n < query_count, tl.maximum(tl.cdiv(b_tiles, tiles), 1), 0), tiles
 
 
@@ -168,6 +180,7 @@ def _attend_run(
     softcap,
     FIELDS: tl.constexpr,
     RUNS: tl.constexpr,
+    LEAST_RUN: tl.constexpr,
     SELECTS: tl.constexpr,
     LISTED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -184,7 +197,7 @@ def _attend_run(
     head = tl.program_id(0)
     number = tl.program_id(1)
     heads = tl.num_programs(0)
-    b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
+    b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
     if query < query_count:
@@ -306,6 +319,7 @@ def merge_runs(
     query_count,
     FIELDS: tl.constexpr,
     RUNS: tl.constexpr,
+    LEAST_RUN: tl.constexpr,
     SELECTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -318,7 +332,7 @@ def merge_runs(
     head = tl.program_id(1)
     heads = tl.num_programs(1)
     query = tl.program_id(2)
-    b_runs, _ = runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
+    b_runs, _ = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
     before = tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)

@@ -21,7 +21,8 @@ from inference_engine.kernels.triton.few_queries import ends_of, merge_runs, run
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
-_PROGRAMS = 132  # one for each processor of a large GPU: more would write more states than there are entries to read
+_PROGRAMS = 264  # two for each processor of a large GPU: one multiplies while the other one reads
+_LEAST_RUN = 2  # tiles of a run
 _MOST_QUERIES = 1024  # of a launch, whose programs count through so many
 _LEAST, _MOST_ROWS = 16, 64  # queries and heads of a program
 _SLOTS, _STAGES = 32, 3
@@ -52,6 +53,7 @@ def _attend_some(call: AttentionCall, out: Tensor) -> None:
     shared = {
         "FIELDS": FIELDS,
         "RUNS": runs,
+        "LEAST_RUN": _LEAST_RUN,
         "SELECTS": False,
         "D": rank,
         "BLOCK_N": triton.next_power_of_2(count),
@@ -104,6 +106,7 @@ def _attend_run(
     scaling,
     FIELDS: tl.constexpr,
     RUNS: tl.constexpr,
+    LEAST_RUN: tl.constexpr,
     SELECTS: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -118,7 +121,7 @@ def _attend_run(
 ):
     """CHAINED: the kernel before wrote the queries, and some entries; lines were there."""
     number = tl.program_id(1)
-    b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, SELECTS, BLOCK_N, BLOCK_S)
+    b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
     o_n = tl.arange(0, BLOCK_N)
     query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
     if query < query_count:

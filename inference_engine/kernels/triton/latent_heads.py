@@ -182,15 +182,20 @@ def _multiply_heads(
     o_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < OUTPUTS
     p_rows = p_matrices + head.to(tl.int64) * matrix_row + o_row[:, None] * output_row
+    o_in = tl.arange(0, WIDTH)
+    m_in = o_in < INPUTS
+    b_begin = tl.load(p_rows + o_in[None, :] * input_row, mask=m_row[:, None] & m_in[None, :], other=0.0)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()
     for token in tl.static_range(TOKENS):
-        b_sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
-        for first in range(0, INPUTS, WIDTH):
+        p_token = p_states + token * token_row + head * head_row
+        b_states = tl.load(p_token + tl.arange(0, WIDTH), mask=tl.arange(0, WIDTH) < INPUTS, other=0.0)
+        b_sums = b_begin.to(tl.float32) * b_states.to(tl.float32)[None, :]
+        for first in range(WIDTH, INPUTS, WIDTH):
             o_in = first + tl.arange(0, WIDTH)
             m_in = o_in < INPUTS
-            b_states = tl.load(p_states + token * token_row + head * head_row + o_in, mask=m_in, other=0.0)
+            b_states = tl.load(p_token + o_in, mask=m_in, other=0.0)
             b_tile = tl.load(p_rows + o_in[None, :] * input_row, mask=m_row[:, None] & m_in[None, :], other=0.0)
             b_sums += b_tile.to(tl.float32) * b_states.to(tl.float32)[None, :]
         p_to = p_out + (token * tl.num_programs(1) + head) * (OUTPUTS + REST)

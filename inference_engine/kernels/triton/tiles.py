@@ -45,24 +45,28 @@ def tile_of_one(outputs: int, inputs: int, *, is_gated: bool = False) -> Tile:
     if inputs <= 2048:
         if outputs <= 2048:
             return Tile(rows, 2048, 8 if rows > 1 else 4)
-        return Tile(4, 512, 2) if is_gated else Tile(2, 1024, 4)
-    if outputs <= 2560:
-        return Tile(1, 2048, 4)
+        if is_gated:
+            return Tile(2, 2048, 4) if outputs <= 4096 else Tile(4, 512, 2)
+        return Tile(2, 1024, 4)
     is_aligned = inputs % 1024 == 0
+    if outputs <= 2560:
+        if is_gated:
+            return Tile(2, 1024, 2)
+        return Tile(1, 2048, 4) if is_aligned or outputs < 2048 else Tile(8, 1024, 8)
     if is_gated:
         return Tile(4, 1024, 4) if is_aligned else Tile(4, 512, 2)
     if is_many:
         return Tile(8, 512, 2)
     if is_aligned:
-        return Tile(2, 1024, 4) if outputs <= 5120 else Tile(8, 1024, 4)
+        return Tile(4, 2048, 8) if outputs <= 3072 else Tile(2, 1024, 4) if outputs <= 5120 else Tile(8, 1024, 4)
     if outputs <= 4096:
-        return Tile(2, 1024, 2)
+        return Tile(4, 512, 4) if inputs < 2560 else Tile(2, 1024, 2)
     return Tile(8, 512, 4) if inputs <= 4096 else Tile(4, 512, 4)
 
 
 def tile_of_gates(inputs: int) -> Tile:
-    """For one token and an expert that it chose; as below, the best of those tried for Qwen3-30B-A3B on an H200."""
-    return Tile(4, min(256, triton.next_power_of_2(inputs)), 2)
+    """For one token and an expert that it chose: the best of those tried for DeepSeek-V2-Lite and Gemma 4, H200."""
+    return Tile(4, min(256, triton.next_power_of_2(inputs)), 1 if inputs >= 1024 and inputs % 1024 == 0 else 2)
 
 
 def tile_of_downs(inputs: int, experts: int) -> Tile:
