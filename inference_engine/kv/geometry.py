@@ -231,7 +231,8 @@ class Geometry:
     by_heads: the layers by their number of KV heads.
     numbers_states: do kernels find recurrent states by the numbers of a step?
     segments_at_once: of appended tokens, in a step of layers whose entries are offloaded or restored. Such a step reads
-    all of these entries, so a fast device is better off with a few long ones, for which these layers have room.
+    all of these entries, so a fast device is better off with a few long ones, for which these layers have room. Layers
+    that see no more than a window of the model's have room for as many, too, up to that window.
     segments_in_a_chunk: of restored entries that are read together. Few large chunks keep a fast device busy.
     joins_segments: may appended tokens of two segments share a step, where they read old entries chunk by chunk? These
     are then restored once for both (`kv/parts/streamed.py`).

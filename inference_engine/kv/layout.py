@@ -212,6 +212,20 @@ class Layout:
         """Are keys read at other positions than their own, or before rotation?"""
         return self.spare > 0 or any(mechanism.moves_keys for mechanism in self.mechanisms)
 
+    @property
+    def is_as_the_model_sees(self) -> bool:
+        """Does the model itself look no further back, and does nothing lie in the second tier?"""
+        return self.window in (None, self.native_window) and not self.tier.step
+
+    def in_long_steps(self, segments: int, geometry: Geometry, limit_tokens: int | None) -> Layout:
+        """The same with room for steps of several segments."""
+        if self.window is None:
+            return self
+        step = segments * self.segment
+        entries = self.sink + self.window + step
+        entries = entries if limit_tokens is None else min(entries, limit_tokens)
+        return replace(self, capacity=geometry.round_up(entries), tier=replace(self.tier, step=step))
+
     def behind(self, base: int, geometry: Geometry, limit_tokens: int) -> Layout:
         """The same layout for a session whose first `base` entries lie in a shared prefix."""
         assert self.keeps_every_entry

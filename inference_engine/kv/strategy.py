@@ -207,13 +207,21 @@ class KVStrategy(ABC):
             )
             for layers, (rule, native) in archived_sets
         ]
+        resident = tuple(
+            (layers, Layout.of(rule, geometry, native, limit_tokens, entry=layers.entry))
+            for layers, (rule, native) in alike(
+                geometry, {index: key for index, key in keys.items() if index not in archived}
+            )
+        )
+        # Each step reads all weights, those of all experts above all; the room for long ones is no more than a window.
+        windows = [layout.window for _, layout in resident if layout.window is not None]
+        at_once = min((geometry.segments_at_once, *(window // geometry.segment_tokens for window in windows)))
+        if at_once > 1 and not archived and all(layout.is_as_the_model_sees for _, layout in resident):
+            resident = tuple(
+                (layers, layout.in_long_steps(at_once, geometry, limit_tokens)) for layers, layout in resident
+            )
         return Placement(
-            resident=tuple(
-                (layers, Layout.of(rule, geometry, native, limit_tokens, entry=layers.entry))
-                for layers, (rule, native) in alike(
-                    geometry, {index: key for index, key in keys.items() if index not in archived}
-                )
-            ),
+            resident=resident,
             archived=tuple(
                 (
                     layers,

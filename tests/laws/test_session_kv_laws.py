@@ -314,6 +314,22 @@ def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int, q
         torch.testing.assert_close(out, expected, atol=close(strategy), rtol=0)
 
 
+def test_a_model_that_looks_no_further_back_takes_several_segments_in_a_step() -> None:
+    """As many as a fast device takes at once, up to its window; where a strategy evicts what it would see, one."""
+    layers = tuple(replace(layer, native_window=layer.native_window and 40) for layer in LAYERS)
+    entries = Entries(150, layers=layers)
+    short, long = (active(Full(), context(layers=layers, segments_at_once=count)) for count in (1, 4))
+    assert (short.room(), long.room()) == (SEGMENT, 2 * SEGMENT)
+    for at, chunk in ((100, 2 * SEGMENT), (105, 1), (150, 40)):
+        for ours, theirs in zip(feed(long, entries, at, chunk), feed(short, entries, at), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    assert short.evicted == long.evicted
+    for strategy, own in ((SinkWindow(sink=4, window=24), layers), (Full(), LAYERS)):
+        same = [active(strategy, context(layers=own, segments_at_once=count)) for count in (1, 4)]
+        assert same[0].room() == same[1].room() == SEGMENT
+        assert same[0].bound == same[1].bound
+
+
 @each_strategy
 def test_a_rejected_draft_leaves_no_trace(strategy: KVStrategy, subtests: pytest.Subtests) -> None:
     """Rejection: every byte of the buffers, the slot tables and the footprint, before eviction and long after."""
