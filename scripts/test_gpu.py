@@ -42,6 +42,7 @@ SANITIZED = (
     *(f"test_ragged_attention.compare_{each}" for each in ("kernel", "chunks_and_selections", "selecting_steps")),
     *(f"test_ragged_attention.compare_{each}" for each in ("beside_selections", "tiles")),
     *(f"test_{each}.compare_kernel" for each in ("offloaded", "noise", "topk", "trellis")),
+    "test_step_ends.compare_draws",
     "test_step_ends.compare_ends",
     *(f"test_latent_attention.compare_{each}" for each in ("attention", "heads")),
     *(f"test_latents.compare_{each}" for each in ("codes", "restored", "analysed", "parts", "broken")),

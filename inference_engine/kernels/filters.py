@@ -26,6 +26,7 @@ from inference_engine.types import Sampling
 # operation.
 MAX_ARRAY_BYTES = 32 << 20
 MAX_ARRAY_BYTES_ON_CPU = 1 << 20
+FEW = 1024  # ids, of a top_k up to which those in front are all that is put in order
 
 
 def draw(
@@ -34,7 +35,7 @@ def draw(
     """A token [n] from each row of `logits` [n, V], which have penalties and bias already. No synchronisation.
 
     keys: of the noise of each row, as `gumbel_noise.key` makes them. No sampling may be greedy. Neighbours are drawn
-    together if all or none of them rank the vocabulary, so put those that do side by side.
+    together if `ranks` is the same of them, so put those side by side.
     """
     return draw_with(logits, samplings, on_device(np.array(keys, dtype=np.int64), logits.device), noise_of_all, {})
 
@@ -50,7 +51,7 @@ def draw_with(
     vocab = logits.shape[-1]
     if not filters:
         first = 0
-        for _, alike in itertools.groupby(samplings, lambda sampling: is_ranked(sampling, vocab)):
+        for _, alike in itertools.groupby(samplings, lambda sampling: ranks(sampling, vocab)):
             count = len(list(alike))
             for part in _parts(first, first + count, logits):
                 filters[part.start, part.stop] = Filters.of(samplings[part], vocab, logits.device)
@@ -88,7 +89,7 @@ class Filters:
     """The filters of some rows, on the device. A filter that is off cuts nothing.
 
     temperature, top_k, top_p, min_p: float64 [n, 1] each; of min_p, the logarithm. is_ranked, has_top_p, has_min_p: of
-    any row. most_k: the largest top_k.
+    any row. most_k: the largest top_k, which is the vocabulary where it is off.
     """
 
     temperature: Tensor
@@ -120,7 +121,7 @@ class Filters:
             is_ranked=any(is_ranked(sampling, vocab) for sampling in samplings),
             has_top_p=any(sampling.top_p < 1.0 for sampling in samplings),
             has_min_p=any(sampling.min_p > 0.0 for sampling in samplings),
-            most_k=max(sampling.top_k for sampling in samplings),
+            most_k=int(max(each[1] for each in options)),
         )
 
     def left(self, logits: Tensor) -> Tensor:
@@ -129,7 +130,9 @@ class Filters:
         if self.is_ranked:
             counts = self.top_k.long()
             if self.has_top_p:
-                ranked = _ranked(logits)
+                # Always as many: how they are added up depends on their number.
+                few = min(FEW, logits.shape[-1])
+                ranked = logits.topk(few, dim=-1).values if self.most_k <= few else _ranked(logits)
                 counts = _nucleus(ranked, self.temperature, counts, self.top_p)
             else:
                 ranked = logits.topk(self.most_k, dim=-1).values
@@ -142,6 +145,14 @@ class Filters:
 def is_ranked(sampling: Sampling, vocab: int) -> bool:
     """Does it need the vocabulary in order of probability?"""
     return 0 < sampling.top_k < vocab or sampling.top_p < 1.0
+
+
+def ranks(sampling: Sampling, vocab: int) -> int:
+    """Of how many ids in order of probability it needs to know: none, `FEW`, or all. Rows are drawn beside others of
+    the same need: sums of more have other bits."""
+    if not is_ranked(sampling, vocab):
+        return 0
+    return FEW if 0 < sampling.top_k <= min(FEW, vocab) else vocab
 
 
 def _ranked(logits: Tensor) -> Tensor:

@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_engine.kernels.cpu_sampling import MOST, HostRow, Weigh, drawn_from_few, only
-from inference_engine.kernels.filters import Filters, draw, draw_with, is_ranked, joined, logprobs
+from inference_engine.kernels.filters import Filters, draw, draw_with, joined, logprobs, ranks
+from inference_engine.kernels.graph_io import KeyedRows
 from inference_engine.kernels.gumbel_noise import NoiseOfAll, key, keys_of, noise_of_all
 from inference_engine.kernels.sampler import Mask, Sampler, bits_of, masked
 from inference_engine.kernels.transfer import on_device
 from inference_engine.types import TopLogprobs
 
-_UNKNOWN_VOCABULARY = 0  # draws of the largest logits alone do not depend on it
+_IN_ORDER = 0  # in the place of a vocabulary's size: rows are not put side by side
 STEPS_OF_KEYS = 64  # that are worked out at once, where one step is drawn behind another
 
 
@@ -80,11 +81,13 @@ class _DrawPlace:
 class Draws(Sequence[Draw]):
     """The draws of a step, and how a device draws them, which is worked out once for this step and those behind it."""
 
-    def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, plans: dict[int, _Plan] | None = None) -> None:
-        """ahead: positions by which all draws come later. plans: by vocabulary size, for draws like these."""
+    def __init__(self, draws: Sequence[Draw], *, ahead: int = 0, before: Draws | None = None) -> None:
+        """ahead: positions by which all draws come later. before: the same draws of a step before."""
         self._draws, self._ahead = draws, ahead
         self._moved: Sequence[Draw] | None = None if ahead else draws
-        self._plans = {} if plans is None else plans
+        # By size of the vocabulary; rows that nothing ties to others, or None.
+        self._plans: dict[int, _Plan] = {} if before is None else before._plans
+        self._keyed: dict[int, _Keyed | None] = {} if before is None else before._keyed
         self._are_greedy: bool | None = None
         self._are_peaks: bool | None = None
         self._are_in_order: bool | None = None
@@ -109,7 +112,7 @@ class Draws(Sequence[Draw]):
 
     def following(self) -> Draws:
         """The same draws one position later."""
-        draws = Draws(self._draws, ahead=self._ahead + 1, plans=self._plans)
+        draws = Draws(self._draws, ahead=self._ahead + 1, before=self)
         draws._are_greedy, draws._are_peaks = self._are_greedy, self._are_peaks
         draws._are_in_order = self._are_in_order
         return draws
@@ -162,6 +165,18 @@ class Draws(Sequence[Draw]):
         """As `are_largest`, of the logits that masks allow, where there are masks."""
         return self._are_greedy_but_for_masks and self._has_rows_in_order
 
+    def keyed(self, vocab: int, device: torch.device) -> KeyedRows | None:
+        """What draws all of them from one row each, the rows being those of the logits in their order. None: by a
+        top_k, with a look at tokens before, or with log-probabilities."""
+        if vocab not in self._keyed:
+            can = len(self._draws) > 0 and self._has_rows_in_order
+            can = can and all(each.sampler.is_unweighted and not each.needs_logprob for each in self._draws)
+            samplings = [each.sampler.sampling for each in self._draws]
+            can = can and not any(0 < each.top_k < vocab and not each.is_greedy for each in samplings)
+            self._keyed[vocab] = _Keyed(self._draws, device) if can else None
+        rows = self._keyed[vocab]
+        return None if rows is None else rows.at(self._ahead)
+
     @property
     def _has_rows_in_order(self) -> bool:
         if self._are_in_order is None:
@@ -179,10 +194,10 @@ class Draws(Sequence[Draw]):
                 row[: len(mask)] = mask
 
     def drawn(self, ids: Tensor, table: Arriving) -> Drawing:
-        """Draws that are of the largest, drawn elsewhere. ids, table: as `Drawing` has them."""
-        plan = self._plan(_UNKNOWN_VOCABULARY)
-        assert plan.has_one_each, "their rows are in the order of the draws"
-        return Drawing(plan, ids, table)
+        """Draws of one row each, in their order, drawn elsewhere. ids, table: as `Drawing` has them."""
+        if _IN_ORDER not in self._plans:
+            self._plans[_IN_ORDER] = _Plan(self._draws, _IN_ORDER)
+        return Drawing(self._plans[_IN_ORDER], ids, table)
 
     def start(self, logits: Tensor, noise_of_all: NoiseOfAll) -> Drawing:
         """See `start_drawing`."""
@@ -192,6 +207,38 @@ class Draws(Sequence[Draw]):
         if vocab not in self._plans:
             self._plans[vocab] = _Plan(self._draws, vocab)
         return self._plans[vocab]
+
+
+class _Keys:
+    """The keys of rows, of several steps, so that they travel once."""
+
+    def __init__(self, draws: Sequence[Draw], offsets: Sequence[int]) -> None:
+        """offsets: of each row behind the first one of its draw."""
+        self._seeds = np.array([each.sampler.seed for each in draws], dtype=np.uint64)
+        positions = [each.position + offset for each, offset in zip(draws, offsets, strict=True)]
+        self._positions = np.array(positions, dtype=np.uint64)
+        self._keys: Tensor | None = None  # [steps, rows], from step `_from` on
+        self._from = 0
+
+    def at(self, ahead: int, device: torch.device) -> Tensor:
+        """[rows], in the step that is so many steps behind."""
+        place = ahead - self._from
+        if self._keys is None or not 0 <= place < len(self._keys):
+            steps = np.arange(ahead, ahead + (STEPS_OF_KEYS if ahead else 1), dtype=np.uint64)
+            self._keys = on_device(keys_of(self._seeds, self._positions + steps[:, None]), device)
+            self._from, place = ahead, 0
+        return self._keys[place]
+
+
+class _Keyed:
+    """`KeyedRows` of some draws, for one step and those behind it."""
+
+    def __init__(self, draws: Sequence[Draw], device: torch.device) -> None:
+        self._keys, self._device = _Keys(draws, [0] * len(draws)), device
+        self._first = KeyedRows.of([each.sampler.sampling for each in draws], self._keys.at(0, device))
+
+    def at(self, ahead: int) -> KeyedRows:
+        return self._first._replace(keys=self._keys.at(ahead, self._device))
 
 
 class _Plan:
@@ -210,12 +257,8 @@ class _Plan:
         self._greedy = sum(place.draw.sampler.sampling.is_greedy for place in self.places)
         keyed = self.places[self._greedy :]
         self._samplings = [place.draw.sampler.sampling for place in keyed]
-        self._seeds = np.array([place.draw.sampler.seed for place in keyed], dtype=np.uint64)
-        self._positions = np.array([place.draw.position + place.offset for place in keyed], dtype=np.uint64)
+        self._keys = _Keys([place.draw for place in keyed], [place.offset for place in keyed])
         self._filters: dict[tuple[int, int], Filters] = {}
-        # Of several steps, so that they travel once: [steps, rows], from step `_keys_from` on.
-        self._keys: Tensor | None = None
-        self._keys_from = 0
 
     def start(self, logits: Tensor, ahead: int, noise_of_all: NoiseOfAll) -> Drawing:
         if self._indices != list(range(len(logits))):
@@ -223,7 +266,7 @@ class _Plan:
         adjusted = logits if self._is_plain else _adjusted(logits, self.places, ahead)
         tokens = [adjusted[: self._greedy].argmax(dim=-1)] if self._greedy else []
         if self._samplings:
-            keys = self._keys_of(ahead, logits.device)
+            keys = self._keys.at(ahead, logits.device)
             tokens.append(draw_with(adjusted[self._greedy :], self._samplings, keys, noise_of_all, self._filters))
         ids = joined(tokens)
         # A row's smallest and largest number show whether all are finite, in a pass that writes no array.
@@ -234,15 +277,6 @@ class _Plan:
         table = _Sent(torch.cat([ids.view(torch.float32), *numbers]))
         ids = ids if self.order is None else ids.index_select(0, on_device(self.order, ids.device))
         return Drawing(self, ids, table)
-
-    def _keys_of(self, ahead: int, device: torch.device) -> Tensor:
-        """The keys of the rows, [rows], in the step that is so many steps behind."""
-        place = ahead - self._keys_from
-        if self._keys is None or not 0 <= place < len(self._keys):
-            steps = np.arange(ahead, ahead + (STEPS_OF_KEYS if ahead else 1), dtype=np.uint64)
-            self._keys = on_device(keys_of(self._seeds, self._positions + steps[:, None]), device)
-            self._keys_from, place = ahead, 0
-        return self._keys[place]
 
 
 class Arriving(Protocol):
@@ -414,12 +448,15 @@ def _largest_of(row: NDArray[np.float32]) -> Sample:
 
 
 def _places(draws: Sequence[Draw], vocab: int) -> list[_DrawPlace]:
-    """The rows of all draws, each draw's in order. Greedy ones come first, those that rank the vocabulary last."""
+    """The rows of all draws, each draw's in order. Greedy ones come first, those that rank the vocabulary last, unless
+    they stay as they are."""
     found = [_DrawPlace(index, each, offset) for index, each in enumerate(draws) for offset in range(len(each.indices))]
+    if vocab == _IN_ORDER:
+        return found
 
-    def order(place: _DrawPlace) -> tuple[bool, bool]:
+    def order(place: _DrawPlace) -> tuple[bool, int]:
         sampling = place.draw.sampler.sampling
-        return not sampling.is_greedy, not sampling.is_greedy and is_ranked(sampling, vocab)
+        return not sampling.is_greedy, 0 if sampling.is_greedy else ranks(sampling, vocab)
 
     return sorted(found, key=order)
 

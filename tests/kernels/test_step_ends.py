@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
-from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
+from inference_engine.kernels.filters import draw
+from inference_engine.kernels.graph_io import PLAIN_ENDS, KeyedRows, Peaks, StepEnds
+from inference_engine.kernels.gumbel_noise import keys_of
+from inference_engine.kernels.transfer import on_device
+from inference_engine.types import Sampling
 from tests.kernels.own_process import run_with_triton
 
 
@@ -17,10 +23,12 @@ def host_memory(numbers: torch.Tensor) -> torch.Tensor:
     return numbers.pin_memory() if torch.cuda.is_available() else numbers
 
 
-def published(ends: StepEnds, peaks: Peaks, count: int) -> tuple[list[int], list[int], torch.Tensor]:
+def published(
+    ends: StepEnds, peaks: Peaks, count: int, scores: torch.Tensor | None = None
+) -> tuple[list[int], list[int], torch.Tensor]:
     """The ids on the device, those on the host, and the smallest and the largest numbers."""
     host = host_memory(torch.full((4 * count,), 7.0))
-    ids = ends.publish(peaks, count, host)
+    ids = ends.publish(peaks, count, host, scores)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     assert (ids.dtype, ids.shape) == (torch.int64, (count,))
@@ -38,6 +46,62 @@ def rows(vocab: int) -> torch.Tensor:
     logits[6] = torch.nan
     logits[7] = -torch.inf
     return logits
+
+
+def compare_draws() -> None:
+    """What the kernel draws, and what the reference of each row alone: of all ids, of those that masks allow, and of
+    the largest, whatever is beside them."""
+    from inference_engine.kernels.triton.graph_io import step_ends
+
+    device = device_of_tests()
+    warm = [Sampling(temperature=each, min_p=least) for each in (0.3, 2.5) for least in (0.0, 0.2)]
+    unranked = [
+        *warm,
+        Sampling(temperature=0.0),
+        Sampling(temperature=1.0, min_p=1.0),
+        *[Sampling(temperature=1.0)] * 3,
+    ]
+    ranked = [
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, top_p=0.3),
+        Sampling(temperature=0.7, top_p=0.4),
+        Sampling(temperature=1.0),
+        Sampling(temperature=1.0, top_p=0.8, min_p=0.3),
+        Sampling(temperature=0.0, top_p=0.5),
+        Sampling(temperature=1.0, top_p=1e-6),
+        Sampling(temperature=0.4, top_p=0.999),
+        Sampling(temperature=2.5, top_p=0.95, min_p=0.05),
+    ]
+    for vocab in (1, 5, 4097, 9001):
+        logits = rows(vocab).to(device)
+        count, rng = len(logits), np.random.default_rng(vocab)
+        keys = on_device(keys_of(np.arange(count, dtype=np.uint64), np.array([7], dtype=np.uint64)), device)
+        bits = rng.random((count, -(-vocab // 32) * 32)) < 0.3
+        bits[range(count), rng.integers(0, vocab, count)] = True
+        allowed = host_memory(torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32)))
+        finite = logits.isfinite().all(dim=-1).tolist()
+        rounded = logits.bfloat16().float()  # of which many are equal
+        for mask, samplings, given in itertools.product((None, allowed), (unranked, ranked), (logits, rounded)):
+            kept = given
+            if mask is not None:
+                kept = given.masked_fill(~torch.from_numpy(bits[:, :vocab]).to(device), -torch.inf)
+            expected = [
+                int(kept[row].argmax() if each.is_greedy else draw(kept[row : row + 1], [each], [int(keys[row])]))
+                for row, each in enumerate(samplings)
+            ]
+            for ends, some in itertools.product((step_ends, PLAIN_ENDS), (2, count)):
+                own = KeyedRows.of(samplings[:some], keys[:some])
+                peaks, scores = ends.draw(given, ends.peaks(given, mask), own, mask)
+                ids, on_host, extremes = published(ends, peaks, some, scores)
+                assert ids == on_host and all(0 <= token < vocab for token in ids)
+                assert extremes.isfinite().all(dim=0).tolist() == finite[:some]
+                assert [ids[row] for row in range(some) if finite[row]] == [
+                    expected[row] for row in range(some) if finite[row]
+                ]
+
+
+def test_tokens_are_drawn_as_each_row_alone() -> None:
+    run_with_triton(compare_draws)
 
 
 def compare_ends() -> None:

@@ -32,9 +32,15 @@ def _noise(p_keys, p_out, vocab, BLOCK: tl.constexpr):
     index = tl.program_id(1).to(tl.int64)
     key = tl.load(p_keys + index).to(tl.uint64, bitcast=True)
     o_id = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(p_out + index * vocab + o_id, noise_of(key, o_id), mask=o_id < vocab)
+
+
+@triton.jit
+def noise_of(key, o_id):
+    """Of ids, int64, and a key, uint64."""
     b_bits = _mixed(_mixed(o_id.to(tl.uint64) * _GOLDEN) ^ key)
     b_uniform = ((b_bits >> _UNUSED_BITS).to(tl.int64).to(tl.float64) + 0.5) * _STEP
-    tl.store(p_out + index * vocab + o_id, -tl.log(-tl.log(b_uniform)), mask=o_id < vocab)
+    return -tl.log(-tl.log(b_uniform))
 
 
 @triton.jit
