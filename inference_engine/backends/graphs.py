@@ -8,8 +8,9 @@ numbers in fixed shapes (`kv/numbers.py`), so it can be captured.
 
 N is rounded up to one of `SIZES`; the padding tokens write to vector 0 of the buffer and attend to nothing.
 
-Long chunks read by causal views, whose lengths are those of a history. Such a step is a graph up to a layer's
-attention, the views' own operation, the next graph: each is launched while the device is busy with those before.
+Long chunks read by causal views, whose lengths are those of a history. Where an operation takes them from the device
+(`kernels/flash3.py`), they are numbers, too. Otherwise such a step is a graph up to a layer's attention, the views' own
+operation, the next graph: each is launched while the device is busy with those before.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import itertools
 import logging
 from bisect import bisect_left
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,17 +32,21 @@ from inference_engine.backends.ranks.group import gather_peaks
 from inference_engine.backends.ranks.leader import ALONE, Followers
 from inference_engine.backends.recording import GraphMemory, Numbers, Recording, Recordings, padded
 from inference_engine.errors import BackendError
+from inference_engine.kernels.flash3 import CHUNK_FIELDS, CHUNKS, FlashChunks
 from inference_engine.kernels.graph_io import PLAIN_ENDS, Peaks, StepEnds
 from inference_engine.kernels.reads import AttentionCall, RaggedAttention, ReadRecord, StagedRead
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.numbers import StepNumbers, StepTables
+from inference_engine.kv.numbers import Besides, StepNumbers, StepTables
 from inference_engine.kv.views import LEAST_LONG, Scoring
 from inference_engine.models.seam import Seam
 
 logger = logging.getLogger(__name__)
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 288, 384, 512, 544, 768, 1024)
+# A turn's round number of tokens has the last one of the answer before it beside it.
+SIZES = (
+    *(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 136, 160, 192, 256, 264, 288, 384, 512, 520, 544, 768, 1024),
+)
 # The tokens of a step that do not read all they see are among its first ones, so many. The last: at most.
 SELECTING = (1, 8, 64)
 _ALONE = 64  # tokens of a step, up to which one of single tokens is another kind than one with chunks
@@ -62,7 +68,8 @@ class RecordedKind(NamedTuple):
     """What is alike in steps that are recorded once.
 
     tokens: with padding. records: of queries that do not read all they see, which are among the first `reads_upto`.
-    has_chunks: may a session have several tokens? views: do queries have causal ones?
+    has_chunks: may a session have several tokens? views: do queries have causal ones? chunks: how many sessions' views
+    are attended to within the step.
     """
 
     tokens: int
@@ -71,6 +78,7 @@ class RecordedKind(NamedTuple):
     records: tuple[ReadRecord, ...] = ()
     reads_upto: int = 0
     views: Views = Views.NONE
+    chunks: int = 0
 
 
 def should_record_graphs(choice: str, device: torch.device, *, has_regions: bool, has_states: bool = False) -> bool:
@@ -108,15 +116,18 @@ class StepGraphs:
         ends: StepEnds = PLAIN_ENDS,
         followers: Followers = ALONE,
         has_long_reads: bool = False,
+        attend_chunks: type[FlashChunks] | None = None,
     ) -> None:
         """Records all steps whose queries read all they see, so that no request waits for a recording later.
 
         tap_layers: of the steps that return hidden states. listed: runs the steps in place of torch's modules. ends:
         finds the largest logits. followers: run what is run here. has_long_reads: may chunks read by views?
+        attend_chunks: attends to them; None: they do so between graphs.
         Raises BackendError for a model that cannot be recorded.
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
         self._device = pool.memory.device
+        self._attend_chunks = attend_chunks
         self._memory, self._ends, self._followers = memory, ends, followers
         self._taps = {(), tap_layers}
         # Of kinds met while serving; None: it cannot be recorded.
@@ -132,7 +143,7 @@ class StepGraphs:
         self._has_views = has_long_reads
         if has_long_reads:
             kinds += [
-                RecordedKind(size, (), has_chunks=True, views=Views.ALONE)
+                RecordedKind(size, (), has_chunks=True, views=Views.ALONE, chunks=CHUNKS[0] if attend_chunks else 0)
                 for size in reversed(SIZES)
                 if size >= LEAST_LONG
             ]
@@ -155,10 +166,23 @@ class StepGraphs:
             memory.cut(lambda plan: plan.read_views(layer, queries, out, scoring))
             return out
 
+        def within(chunks: FlashChunks, layer: int, call: AttentionCall, attention: RaggedAttention) -> Tensor:
+            out = chunks.attend(layer, call.queries, call.keys, call.values, call.scaling)
+            if kind.views is Views.BESIDE:
+                out += attention(call)  # each has zeros where the other has not
+            return out
+
+        attend_chunks = self._attend_chunks if kind.chunks else None
         reads = [StagedRead(each, upto=kind.reads_upto, tokens=geometry.trained_positions) for each in kind.records]
 
         def compute(numbers: Tensor) -> tuple[Tensor, Tensor | None, Peaks]:
             head, rest = numbers[: 2 * size + _logits(size)], numbers[2 * size + _logits(size) :]
+            besides: Besides | None = None if kind.views is Views.NONE else beside
+            if attend_chunks is not None:
+                rest, table = rest[: -idle_chunks.size], rest[-idle_chunks.size :].view(idle_chunks.shape)
+                heads = tuple(layer.kv_heads for layer in geometry.layers)
+                vectors, longest = len(pool.buffers[0].keys), geometry.trained_positions
+                besides = partial(within, attend_chunks(table, size, heads, vectors, longest))
             tables = StepTables.over(
                 rest,
                 geometry,
@@ -167,13 +191,15 @@ class StepGraphs:
                 tokens=size,
                 reads=reads,
                 has_chunks=kind.has_chunks,
-                besides=None if kind.views is Views.NONE else beside,
+                besides=besides,
             )
             logits, states = _forward(seam, listed, head[:size], head[size : 2 * size], head[2 * size :], tables, taps)
             return logits, states, gather_peaks(self._followers.group, self._ends.peaks(logits), logits.shape[1])
 
         nothing = StepNumbers(geometry, size, has_regions=True, scratch=pool.scratch)
-        idle = np.concatenate([np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all])
+        idle_chunks = np.zeros((len(geometry.layers), kind.chunks, CHUNK_FIELDS), dtype=np.int64)
+        parts = [np.zeros(2 * size + _logits(size), dtype=np.int64), nothing.all]
+        idle = np.concatenate(parts if attend_chunks is None else [*parts, idle_chunks.reshape(-1)])
         try:
             return Recording(idle, self._device, compute, self._memory)
         except RuntimeError as error:
@@ -188,6 +214,8 @@ class StepGraphs:
         plan = step.plan
         if not plan.is_numbers_only and not (self._has_views and plan.is_causal):
             return False
+        if self._attend_chunks is not None and plan.views > CHUNKS[-1]:
+            return False
         if step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:
             return False
         if plan.query_count > SIZES[-1] or plan.reads_upto > SELECTING[-1]:
@@ -195,7 +223,7 @@ class StepGraphs:
         return bool(plan.positions.max() < self._seam.trained_positions) and self._recorded(step) is not None
 
     def _recorded(self, step: Step) -> Recorded | None:
-        kind = _kind(step)
+        kind = self._kind(step)
         if kind in self._at_start:
             return self._at_start[kind]
         found = self._tried.find(kind)
@@ -217,16 +245,28 @@ class StepGraphs:
             logger.exception("steps of %d tokens, some of which select what they read, run unrecorded", kind.tokens)
             return None
 
+    def _kind(self, step: Step) -> RecordedKind:
+        plan = step.plan
+        size = _size(step)
+        has_chunks = plan.has_chunks or size > _ALONE
+        upto = SELECTING[bisect_left(SELECTING, plan.reads_upto)] if plan.records else 0
+        views, chunks = Views.NONE, 0
+        if not plan.is_numbers_only:
+            views = Views.BESIDE if plan.has_numbers else Views.ALONE
+            chunks = CHUNKS[bisect_left(CHUNKS, plan.views)] if self._attend_chunks is not None else 0
+        return RecordedKind(size, step.tap_layers, has_chunks, plan.records, upto, views, chunks)
+
     def run(self, step: Step, fed: Tensor | None = None) -> Result:
         """As `Forward.run`, for a step that `can_run`; fed: as in `Launcher`. Does not wait for the device."""
         logits, taps, _ = self._run(step, fed, collects=True)
         # Copies: the next step overwrites the graph's outputs.
         return Result(self._followers.group.gather(logits)[: len(step.logit_queries)].clone(), _copy(taps, step))
 
-    def run_greedily(self, step: Step, fed: Tensor | None = None) -> tuple[Peaks, Tensor | None]:
-        """As `run`, without logits: their peaks, of the first rows, which the next step overwrites; and the taps."""
-        _, taps, peaks = self._run(step, fed, collects=False)
-        return peaks, _copy(taps, step)
+    def run_in_place(self, step: Step, fed: Tensor | None = None) -> tuple[Tensor, Peaks, Tensor | None]:
+        """As `run`, with logits, of this rank alone, and their peaks, of the first rows, which the next step
+        overwrites; and the taps."""
+        logits, taps, peaks = self._run(step, fed, collects=False)
+        return logits, peaks, _copy(taps, step)
 
     def _run(self, step: Step, fed: Tensor | None, *, collects: bool) -> tuple[Tensor, Tensor | None, Peaks]:
         plan = step.plan
@@ -234,8 +274,10 @@ class StepGraphs:
         assert recorded is not None, "can_run was not asked"
         kept = padded(np.array(step.logit_queries, dtype=np.int64), _logits(size))
         numbers = plan.numbers.padded(size, plan.pool.scratch)
-        shared = padded(plan.rotary_positions, size), kept, numbers.all
-        self._followers.replay(_kind(step), shared, collects=collects)
+        shared, kind = [padded(plan.rotary_positions, size), kept, numbers.all], self._kind(step)
+        if kind.chunks:
+            shared.append(plan.chunks(kind.chunks))
+        self._followers.replay(kind, shared, collects=collects)
         return recorded.run(padded(step.token_ids, size), *shared, fed=fed, given=plan)
 
     def replay(self, kind: RecordedKind, numbers: Numbers, *, collects: bool) -> None:
@@ -250,17 +292,6 @@ class StepGraphs:
 
 def _copy(taps: Tensor | None, step: Step) -> Tensor | None:
     return None if taps is None else taps[: step.plan.query_count].clone()
-
-
-def _kind(step: Step) -> RecordedKind:
-    plan = step.plan
-    size = _size(step)
-    has_chunks = plan.has_chunks or size > _ALONE
-    upto = SELECTING[bisect_left(SELECTING, plan.reads_upto)] if plan.records else 0
-    views = Views.NONE
-    if not plan.is_numbers_only:
-        views = Views.BESIDE if plan.has_numbers else Views.ALONE
-    return RecordedKind(size, step.tap_layers, has_chunks, plan.records, upto, views)
 
 
 def _size(step: Step) -> int:

@@ -25,6 +25,7 @@ from inference_engine.backends.recorded_compute import RecordedCompute
 from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_coder import TorchCoder
 from inference_engine.errors import BackendError
+from inference_engine.kernels.graph_io import KeyedRows
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.sampling import Drawing, Draws, draw_all, start_drawing
 from inference_engine.kernels.transfer import on_device
@@ -237,6 +238,7 @@ class TorchForward:
                 ends=self._ops.step_ends,
                 followers=followers,
                 has_long_reads=self._ops.long_reads is not None and self._is_whole,
+                attend_chunks=self._ops.attend_chunks,
             )
             most_queries, busy = SIZES[-1], max(SIZES[-1] + 1, self._busy_tokens)
             segment = geometry.segment_tokens
@@ -295,48 +297,61 @@ class TorchForward:
         graphs = self._graphs.get(step.plan.pool)
         draws = step.draws if isinstance(step.draws, Draws) else Draws(step.draws)
         is_of_each = len(draws) == len(step.logit_queries)
-        if is_of_each and draws.are_largest and graphs is not None:  # which can run it, as `can_launch` said
-            return self._launch_greedily(step, draws, graphs, fed)
+        is_plain = is_of_each and draws.are_largest
+        has_masks = not is_plain and draws.have_masks
+        if graphs is not None and is_of_each and not has_masks:  # which can run it, as `can_launch` said
+            rows = draws.keyed(self._facts.vocab_size, self._device) if self._is_whole and not is_plain else None
+            if is_plain or rows is not None:
+                return self._launch_drawn(step, draws, rows, graphs, fed)
         result = self._compute(step, fed)
         step.on_computed()
 
         def draw() -> Drawing:
             with torch.inference_mode():
-                if has_masks and is_of_each and draws.are_largest_allowed:
-                    return self._draw_allowed(result.logits, draws)
+                rows = draws.keyed(result.logits.shape[1], self._device) if has_masks and is_of_each else None
+                if rows is not None:
+                    return self._draw_allowed(result.logits, draws, rows)
                 drawing = start_drawing(result.logits, draws, self._ops.noise_of_all)
                 drawing.send()
             return drawing
 
-        has_masks = draws.have_masks
         return _Launched(result, draw, waits=has_masks)
 
-    def _launch_greedily(self, step: Step, draws: Draws, graphs: StepGraphs, fed: Tensor | None) -> _Launched:
-        """Nothing but the ids of the largest logits is wanted: they are found within the recorded step."""
+    def _launch_drawn(
+        self, step: Step, draws: Draws, rows: KeyedRows | None, graphs: StepGraphs, fed: Tensor | None
+    ) -> _Launched:
+        """Nothing but a token of each row is wanted: it is found where the recorded step leaves its logits.
+
+        rows: None for the ids of the largest, which are found within the step.
+        """
         ends, count = self._ops.step_ends, len(draws)
         with torch.inference_mode():
             if self._is_whole:
-                peaks, taps = graphs.run_greedily(step, fed)
+                logits, peaks, taps = graphs.run_in_place(step, fed)
             else:
                 with self.followers.together():
-                    peaks, taps = graphs.run_greedily(step, fed)
+                    logits, peaks, taps = graphs.run_in_place(step, fed)
+            peaks, scores = (peaks, None) if rows is None else ends.draw(logits, peaks, rows)
             ids: list[Tensor] = []
             landed = self._landing.take(
-                4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host))
+                4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host, scores))
             )
         # What it does may run another recording, which writes over the peaks.
         step.on_computed()
         return _Launched(Result(peaks.largest[:0], taps), lambda: draws.drawn(ids[0], landed))
 
-    def _draw_allowed(self, logits: Tensor, draws: Draws) -> Drawing:
-        """The ids of the largest logits that masks allow, which the device reads where the host has written them."""
+    def _draw_allowed(self, logits: Tensor, draws: Draws, rows: KeyedRows) -> Drawing:
+        """Tokens that masks allow, which the device reads where the host has written them."""
         ends, count, words = self._ops.step_ends, len(draws), -(-logits.shape[1] // 32)
         ids: list[Tensor] = []
 
         def write(host: Tensor) -> None:
             allowed = host[4 * count :].view(torch.int32).view(count, words)
             draws.allow(allowed.numpy().view(np.uint8))
-            ids.append(ends.publish(ends.peaks(logits, allowed), count, host[: 4 * count]))
+            peaks, scores = ends.peaks(logits, allowed), None
+            if not draws.are_largest_allowed:
+                peaks, scores = ends.draw(logits, peaks, rows, allowed)
+            ids.append(ends.publish(peaks, count, host[: 4 * count], scores))
 
         landed = self._landing.take(4 * count, self._device, write, read=count * words)
         return draws.drawn(ids[0], landed)

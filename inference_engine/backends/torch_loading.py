@@ -35,6 +35,7 @@ from inference_engine.types import Mode, ModelFacts
 logger = logging.getLogger(__name__)
 
 _WHOLE = "start with tensor_parallel=1"
+_WITHIN = 0.25  # times as much within a recorded step
 _UNRECORDED = 16  # times as much work, from which on an operation pays in a step that is not recorded
 MADE = ("fp8", "int4")  # formats that weights can be quantised to when they are loaded
 
@@ -107,6 +108,7 @@ def serve_loaded(
                 attend_causal=long,
                 attend_piece=long.attend_piece,
                 attend_causal_state=long.attend_causal_state,
+                attend_chunks=long.chunks,
                 long_reads=_long_reads(long, seam, followers.group.ranks),
             )
     # No token's bits depend on what else is in its step; where there is no list, steps are padded for it.
@@ -143,8 +145,9 @@ def _long_reads(long: LongAttention, seam: Seam, ranks: int) -> int | None:
     """See `DeviceOps`."""
     if long.least_work is None or seam.has_softcap:
         return None
-    # Of several ranks the host launches all kernels of such a step one by one.
-    work = long.least_work if ranks == 1 else _UNRECORDED * long.least_work
+    # Of several ranks the host launches all kernels of such a step one by one; within a recorded step it launches none.
+    factor = _UNRECORDED if ranks > 1 else 1 if long.chunks is None else _WITHIN
+    work = int(factor * long.least_work)
     return work // max(layer.query_heads * layer.head_dim for layer in seam.layers)
 
 

@@ -16,6 +16,7 @@ import torch
 from inference_engine.errors import BackendError
 from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.components import KeyIndexes
+from inference_engine.kernels.flash3 import FlashChunks
 from inference_engine.kernels.fused import Fused
 from inference_engine.kernels.graph_io import PLAIN_ENDS, StepEnds
 from inference_engine.kernels.gumbel_noise import NoiseOfAll, noise_of_all
@@ -60,7 +61,8 @@ class DeviceOps:
     attended to in one `attend_ragged`? Otherwise each session is attended to by itself, which is better where there is
     no kernel. attends_in_one_order: does a query get the same bits from attend_ragged whatever other queries are given
     with it? long_reads: from how many reads of a chunk on, its queries by the entries that they see, attend_causal is
-    faster than attend_ragged; None: never. has_causal_views_only: do all other queries read by numbers, however many
+    faster than attend_ragged; None: never. attend_chunks: such chunks within recorded steps; None: between their
+    graphs. has_causal_views_only: do all other queries read by numbers, however many
     they are? attend_generated: an attend_ragged for generated queries of a session whose others read by views; None:
     these, too, read by views.
     """
@@ -83,6 +85,7 @@ class DeviceOps:
     attends_together: bool = False
     attends_in_one_order: bool = False
     long_reads: int | None = None
+    attend_chunks: type[FlashChunks] | None = None
     has_causal_views_only: bool = False
     attend_generated: RaggedAttention | None = None
 

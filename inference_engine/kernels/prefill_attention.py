@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from inference_engine.kernels.attention import attend_causal
-from inference_engine.kernels.flash3 import by_flash3, why_absent
+from inference_engine.kernels.flash3 import FlashChunks, by_flash3, why_absent
 from inference_engine.kernels.merge import attend_causal_state, attend_state, by_flash, merge_states
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,8 @@ class LongAttention(ABC):
 
     def __init__(self) -> None:
         self._works = True
+        # Of the chunks of a recorded step, within it; None: they are attended to between its graphs.
+        self.chunks: type[FlashChunks] | None = None
 
     @abstractmethod
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
@@ -181,6 +183,7 @@ class Flash3(LongAttention):
         """least: fewer queries do not fit."""
         super().__init__()
         self._least = least
+        self.chunks = FlashChunks
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor | None:
         state = self.state(queries, keys, values, scaling, is_causal=True)
@@ -287,6 +290,34 @@ def fault_of(
     return ""
 
 
+def fault_of_chunks(found: LongAttention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str:
+    """As `fault_of`, of two chunks within one step: the second lies at a pool's end, its heads at another distance."""
+    assert found.chunks is not None
+    heads, kv_heads, dim = shape
+    generator, scaling = torch.Generator(device).manual_seed(1), dim**-0.5
+    vectors, rows, longest = 300_000, 288, 9000
+    pool = torch.randn((vectors, 2 * dim), generator=generator, device=device, dtype=dtype)
+    keys, values = pool[:, :dim], pool[:, dim:]
+    queries = torch.randn((rows, heads, dim), generator=generator, device=device, dtype=dtype)
+    table = [[3, 132, 70_001, 1500, 1401], [133, 281, vectors - kv_heads * longest, longest, longest]]
+    try:
+        chunks = found.chunks(torch.tensor([table], device=device), rows, (kv_heads,), vectors, longest)
+        out = chunks.attend(0, queries, keys, values, scaling)
+        for first, end, start, apart, used in table:
+            each = [
+                part.as_strided(
+                    (kv_heads, used, dim), (apart * 2 * dim, 2 * dim, 1), part.storage_offset() + start * 2 * dim
+                )
+                for part in (keys, values)
+            ]
+            worst = float(_share(out[first:end], attend_causal(queries[first:end], *each, scaling=scaling)))
+            if not worst < _WORST:
+                return f"of {end - first} queries by {used} entries it differs by a share of {worst:.2g}"
+    except _FAULTS as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return "" if not out[rows - 1].any() else "a row of no chunk is not zeros"
+
+
 def open_long_chunks(
     device: torch.device,
     dtype: torch.dtype,
@@ -294,11 +325,12 @@ def open_long_chunks(
     merge: MergeTwo = merge_two,
     *,
     trial: Callable[[LongAttention, torch.device, torch.dtype, tuple[int, int, int]], str] = fault_of,
+    trial_of_chunks: Callable[[LongAttention, torch.device, torch.dtype, tuple[int, int, int]], str] = fault_of_chunks,
 ) -> LongAttention | None:
     """What attends to long chunks on this device: tried once for each shape (Hq, Hkv, D) of the model's layers.
 
     FlashAttention-3, or cuDNN; None where neither is there and right: torch's own. The log says which, and why not a
-    faster one. merge: of the states of pieces. trial: what is wrong with an operation.
+    faster one. merge: of the states of pieces. trial, trial_of_chunks: what is wrong with an operation.
     """
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return None
@@ -319,6 +351,11 @@ def open_long_chunks(
             chosen = found
             break
         refused += f"; not {found.name}, with heads {fault[0]}: {fault[1]}"
+    if chosen is not None and chosen.chunks is not None:
+        of_chunks = {trial_of_chunks(chosen, device, dtype, shape) for shape in shapes} - {""}
+        if of_chunks:
+            logger.info("%s attends to no chunks within recorded steps: %s", chosen.name, "; ".join(of_chunks))
+            chosen.chunks = None
     torch.cuda.empty_cache()  # what the trial took is room for entries
     name = "torch's flash attention" if chosen is None else chosen.name
     logger.log(logging.INFO if refused else logging.DEBUG, "%s attends to long chunks%s", name, refused)

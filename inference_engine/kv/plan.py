@@ -27,6 +27,7 @@ from torch import Tensor
 
 from inference_engine.errors import RestorationFailed
 from inference_engine.kernels.expanded_attention import OwnQueries
+from inference_engine.kernels.flash3 import CHUNK_FIELDS
 from inference_engine.kernels.ops import REFERENCE, DeviceOps
 from inference_engine.kernels.reads import COUNT, ReadRecord
 from inference_engine.kernels.states import enter_span
@@ -292,6 +293,25 @@ class StepPlan:
             if isinstance(view := span.views.get(layer), CausalView):
                 some = slice(span.packed.start + view.first, span.packed.stop)
                 out[some] = view.read(layer, queries[some], buffer, scoring)
+
+    @property
+    def views(self) -> int:
+        """How many sessions have views."""
+        return sum(bool(span.views) for span in self.spans)
+
+    def chunks(self, most: int) -> NDArray[np.int64]:
+        """Where the queries with views, all of which are causal, and their entries lie, [L, most, CHUNK_FIELDS]."""
+        layers = len(self._geometry.layers)
+        table = np.zeros((layers, most, CHUNK_FIELDS), dtype=np.int64)
+        table[..., :2] = self.query_count
+        counts = [0] * layers
+        for span in self.spans:
+            for layer, view in span.views.items():
+                assert isinstance(view, CausalView)
+                first, region = span.packed.start + view.first, view.region
+                table[layer, counts[layer]] = first, span.packed.stop, region.starts[layer], region.region, view.count
+                counts[layer] += 1
+        return table
 
     def _read_own(
         self, own: OwnQueries, view: View, layer: int, some: slice, buffer: KVBuffer, scoring: Scoring

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from inference_engine.backends.recording import GraphMemory
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
+from inference_engine.kernels.flash3 import FlashChunks
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import BlockRead, ReadRecord
@@ -29,6 +31,7 @@ from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import GenerateParams, Sampling, TokenCommitted
 from tests.facade import context_of, forward_of, standing_still
+from tests.kernels.test_long_chunks import fake_forward
 from tests.laws.variants import text
 from tests.tiny import SMALL, tiny_engine, tiny_forward_on
 
@@ -74,7 +77,11 @@ class Now:
     def synchronize(self) -> None: ...
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=0.8, seed=3), Sampling(temperature=1.2, top_k=30, top_p=0.9, seed=3)],
+    ids=["greedy", "sampled", "ranked"],
+)
 def test_recorded_steps_of_any_number_of_sessions_decode_what_unrecorded_ones_do(
     monkeypatch: pytest.MonkeyPatch, sampling: Sampling
 ) -> None:
@@ -98,12 +105,23 @@ def test_recorded_steps_of_any_number_of_sessions_decode_what_unrecorded_ones_do
         assert decoded(sessions, is_recorded=True) == decoded(sessions, is_recorded=False)
 
 
+@pytest.mark.parametrize("is_within", [False, True], ids=["between", "within"])
 @pytest.mark.parametrize("strategy", [Full(), GATHER], ids=["full", "gather"])
-def test_long_chunks_read_by_views_between_the_graphs_of_their_step(
-    monkeypatch: pytest.MonkeyPatch, strategy: KVStrategy
+def test_long_chunks_read_by_views_between_the_graphs_of_their_step_or_within_it(
+    monkeypatch: pytest.MonkeyPatch, strategy: KVStrategy, is_within: bool
 ) -> None:
     """Of two sessions' turns in one step, beside one that decodes. Under `gather` generated tokens choose."""
     cut: list[tuple[int, int]] = []
+    within: list[int] = []
+    monkeypatch.setitem(
+        sys.modules, "fa3_fwd_interface", SimpleNamespace(fa3_fwd_cuda=SimpleNamespace(fwd=fake_forward))
+    )
+
+    class Counted(FlashChunks):
+        def attend(self, layer: int, queries: Tensor, *others: Any) -> Tensor:
+            within.append(len(queries))
+            return super().attend(layer, queries, *others)
+
     monkeypatch.setattr(graphs, "Recording", Eager)
     landing = partial(Landing, allocate=partial(torch.empty, dtype=torch.float32), now=lambda _device: Now())
     monkeypatch.setattr(torch_forward, "Landing", landing)
@@ -116,7 +134,8 @@ def test_long_chunks_read_by_views_between_the_graphs_of_their_step(
     monkeypatch.setattr(StepPlan, "read_views", counted)
 
     def said(long_reads: int | None, *, is_recorded: bool = True) -> list[list[int]]:
-        ops = DeviceOps(attends_together=True, long_reads=long_reads)
+        attend_chunks = Counted if is_within else None
+        ops = DeviceOps(attends_together=True, long_reads=long_reads, attend_chunks=attend_chunks)
         forward = tiny_forward_on("cpu", ops=ops, is_listed=True, records_graphs=is_recorded)
         config = EngineConfig(**{**SMALL, "step_tokens": 480, "segment_tokens": 160}, overlap="on")
         with Engine(forward, config) as engine:
@@ -136,7 +155,11 @@ def test_long_chunks_read_by_views_between_the_graphs_of_their_step(
     assert said(140 * 200) == expected
     # Two turns beside a third session, then one alone. Under `gather` the second turn's first token, which chooses, is
     # too far behind for a recording.
-    assert {count for _, count in cut} == ({2 * 141 + 21, 141} if strategy == Full() else {141})
+    found = {count for _, count in cut}
+    if is_within:
+        assert not cut and set(within) == ({384, 160} if strategy == Full() else {160})
+    else:
+        assert not within and found == ({2 * 141 + 21, 141} if strategy == Full() else {141})
 
 
 def test_steps_that_cannot_be_recorded_while_serving_are_run_without_and_tried_once(

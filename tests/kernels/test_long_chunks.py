@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from inference_engine.kernels import prefill_attention as long_chunks
 from inference_engine.kernels.attention import CausalAttention, attend_causal
+from inference_engine.kernels.flash3 import FlashChunks
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
 from inference_engine.kernels.prefill_attention import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
@@ -203,6 +205,7 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
     package: Package, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong: set[type[LongAttention]] = set()
+    of_chunks, has_chunks = "", list[bool]()
 
     def trial(found: LongAttention, *_: object) -> str:
         return "it differs" if type(found) in wrong else ""
@@ -211,12 +214,17 @@ def test_the_fastest_operation_that_is_there_and_right_is_chosen(
         """And what the log says to an operator, and to one who asks for more."""
         caplog.clear()
         with caplog.at_level(logging.DEBUG, long_chunks.__name__):
-            found = open_long_chunks(CUDA, dtype, [(4, 2, 16)], trial=trial)
+            found = open_long_chunks(CUDA, dtype, [(4, 2, 16)], trial=trial, trial_of_chunks=lambda *_: of_chunks)
+        if found is not None:
+            has_chunks.append(found.chunks is not None)
         info = [each.getMessage() for each in caplog.records if each.levelno >= logging.INFO]
         return None if found is None else type(found), " ".join(info), caplog.text
 
     found, info, debug = chosen()
     assert (found, info) == (Flash3, "") and "FlashAttention-3 attends to long chunks" in debug
+    of_chunks = "chunks differ"
+    found, info, _ = chosen()
+    assert found is Flash3 and info.endswith("within recorded steps: chunks differ") and has_chunks == [True, False]
     wrong.add(Flash3)
     found, info, _ = chosen()
     assert found is LongChunks
@@ -290,3 +298,56 @@ def test_a_gpu_gives_what_its_causal_operation_gives(heads: tuple[int, int, int]
         given = states(heads, tokens, count, dtype, "cuda")
         out = attend(*given, scaling=scaling)
         assert (out.float() - attend_causal(*given, scaling=scaling).float()).abs().max() < TOLERANCES[dtype]
+
+
+def fake_forward(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    seqused_k: Tensor,
+    max_seqlen_q: int,
+    kv_batch_idx: Tensor,
+    leftpad_k: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    num_splits: int,
+) -> tuple[Tensor, ...]:
+    """What the package's operation does with sequences in views of a pool; garbage where there are no entries."""
+    numbers = (cu_seqlens_q, seqused_k, kv_batch_idx, leftpad_k)
+    assert is_causal and all(each.dtype == torch.int32 and each.is_contiguous() for each in numbers)
+    edges, uptos, views, befores = (each.tolist() for each in numbers)
+    assert edges[0] == 0 and edges[-1] == len(queries) and max_seqlen_q >= max(np.diff(edges))
+    out = torch.full_like(queries, torch.nan)
+    for first, end, upto, view, before in zip(edges, edges[1:], uptos, views, befores, strict=False):
+        assert first <= end and (upto == 0 or upto - before >= end - first)
+        if upto:
+            each = [part[view, before:upto].transpose(0, 1) for part in (keys, values)]
+            out[first:end] = attend_causal(queries[first:end], *each, scaling=softmax_scale)
+    return out, torch.empty(0)
+
+
+@pytest.mark.parametrize("vectors", [3000, 200_001])
+def test_chunks_of_a_step_read_their_entries_wherever_these_lie(vectors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three layers: two chunks, one chunk, none; the last entries of the pool, and those of most views."""
+    module = ModuleType("fa3_fwd_interface")
+    module.fa3_fwd_cuda = SimpleNamespace(fwd=fake_forward)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows, heads, kv_heads, dim, longest = 12, 4, 2, 8, 700
+    pool, queries = torch.randn(vectors, 2 * dim), torch.randn(rows, heads, dim)
+    keys, values = pool[:, :dim], pool[:, dim:]
+    last = [7, 10, vectors - kv_heads * longest, longest, longest]
+    none = [10, 10, 0, 0, 0]
+    table = [[[1, 5, vectors // 2, 300, 41], last, none], [last, none, none], [none] * 3]
+    chunks = FlashChunks(torch.tensor(table), rows, (kv_heads,) * 3, vectors, longest)
+    for layer, own in enumerate(table):
+        expected = torch.zeros_like(queries)
+        for first, end, start, apart, used in own:
+            if used:
+                slots = [start + head * apart + torch.arange(used) for head in range(kv_heads)]
+                each = [torch.stack([part[some] for some in slots]) for part in (keys, values)]
+                expected[first:end] = attend_causal(queries[first:end], *each, scaling=0.3)
+        found = chunks.attend(layer, queries, keys, values, 0.3)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, expected)

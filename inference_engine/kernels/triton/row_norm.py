@@ -93,16 +93,17 @@ def _norm_tokens(
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    if CHAINED:
-        gdc_wait()
-        gdc_launch_dependents()
     o_token = tl.program_id(0).to(tl.int64) * INPUTS
     o_in = tl.arange(0, BLOCK)
     m_in = o_in < INPUTS
-    b_states = tl.load(p_states + o_token + o_in, mask=m_in, other=0.0).to(tl.float32)
+    # No kernel writes the weights: they are on their way while the one before ends.
     b_factor = tl.load(p_norm + o_in, mask=m_in, other=0.0).to(tl.float32)
     if ADDS_ONE:
         b_factor += 1.0
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    b_states = tl.load(p_states + o_token + o_in, mask=m_in, other=0.0).to(tl.float32)
     b_out = b_states * tl.rsqrt(tl.sum(b_states * b_states, axis=0) / INPUTS + epsilon) * b_factor
     if HAS_RESIDUAL:
         b_out += tl.load(p_residual + o_token + o_in, mask=m_in, other=0.0).to(tl.float32)
