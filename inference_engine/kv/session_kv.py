@@ -589,6 +589,13 @@ class SessionKV:
         """More happens than that tokens are entered in the tables."""
         self._quiet_until, self._quiet_footprint = 0, None
 
+    def commit_one(self) -> None:
+        """As `commit`, of the only token that is staged."""
+        if self.staged == 1 and self.length + 1 < self._quiet_until:
+            self.staged, self.length = 0, self.length + 1
+        else:
+            self.commit(self.next_position + 1)
+
     def commit(self, length: int) -> None:
         """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
 
@@ -664,7 +671,7 @@ class SessionKV:
     def footprint(self) -> Footprint:
         """Bytes of opened pages by kind: entries, second copies of the sink, block bounds, the archive, the regions of
         an active session, recurrent states, a drafter's memory, and blocks fetched from the second tier."""
-        end = self.next_position + self.staged
+        end = (self.length if self._replayed is None else self._replayed) + self.staged  # `next_position`
         pages = -(-(end - self.base) // self.context.geometry.opening_tokens)
         if self._quiet_footprint is not None and self._quiet_footprint[0] == pages:
             return self._quiet_footprint[1]

@@ -39,7 +39,7 @@ class StepResults:
         self._metrics = metrics
         self._clock = clock
         self._endings = endings
-        self._speculation = speculation
+        self._learns = None if type(speculation) is Speculation else speculation.settle  # which learns nothing
         self._reported = 0  # tokens that are not counted yet
 
     def settle(
@@ -85,7 +85,9 @@ class StepResults:
         session, tokens = request.session, len(block.token_ids)
         is_stopped = session.is_closed or (request.stop is not None and not is_committed)
         if block.sampler is not None:
-            taken = _up_to_stop(outcome.samples, request.stop_ids)
+            taken: Sequence[Sample] = outcome.samples
+            if len(taken) > 1 or not taken[0].is_finite:
+                taken = _up_to_stop(taken, request.stop_ids)
             if not taken:
                 return 0, ()
             if request.matching is not None:
@@ -155,8 +157,8 @@ class StepResults:
             session.forget_entries()
         if block.drafted:
             self._count_draft(request, block.drafted, min(len(samples) - 1, len(taken)))
-        if not is_replayed:
-            self._speculation.settle(request, block, outcome, first=first, kept=kept, taken=len(taken))
+        if not is_replayed and self._learns is not None:
+            self._learns(request, block, outcome, first=first, kept=kept, taken=len(taken))
         if not request.generated:
             request.prefilled_tokens += kept
             self._metrics.prefilled_tokens.inc(kept)

@@ -492,7 +492,7 @@ class Scheduler:
             return None
         flight.is_committed = True
         for request in batch:
-            request.session.kv.commit(request.session.kv.next_position + 1)
+            request.session.kv.commit_one()
         # Only of a first step are the blocks made: those of the steps behind it are the same, with other ids.
         blocks, ids = (flight.step.blocks, flight.ids) if flight.ids is not None else self._batching.unknown(batch)
         began = self._clock()

@@ -148,9 +148,10 @@ class LayerEntries(LayerSlots, Part):
 
     def advance(self, position: int) -> None:
         """Stage and enter a position for which no part has anything else to do. Raises InvariantViolated."""
-        if not (position - self.layout.base) % self.context.geometry.opening_tokens:
+        layout = self.layout
+        if not (position - layout.base) % self.context.geometry.opening_tokens:
             self._open_pages(position, 1)
-        slot = self.layout.slot(position)
+        slot = position - layout.base if layout.window is None else layout.slot(position)
         if self.held[slot] >= 0:
             raise InvariantViolated("INV1", f"a slot for position {position} is still held")
         self.held[slot] = position
