@@ -4,7 +4,8 @@ The models have shapes of real ones and random weights, made in memory: nothing 
 in this process is measured first: bandwidth, a matrix product, kernels that follow each other. A decode step is given
 in ms, as a multiple of its floor (weights and entries that it reads, over the bandwidth), and beside two baselines of
 the same rounds: the strategy that reads everything, and transformers with a static cache under torch.compile, where
-there is one session. The floor of a prefill is its arithmetic over the matrix product's.
+there is one session. Greedy steps and steps sampled at temperature 1 take turns. The floor of a prefill is its
+arithmetic over the matrix product's.
 
 Attention of the compiled baseline is both of transformers': torch's operation, which with a mask walks through a
 history in one program a head, and plain products, of which the compiler makes kernels.
@@ -55,6 +56,7 @@ from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.models.seam import ATTENTION
+from inference_engine.types import Sampling
 from laboratory.bench.experiments import Save
 from laboratory.bench.shared import LeftOut, add_made, check_rounds, device_name, named, release
 from laboratory.evaluation import record
@@ -62,6 +64,7 @@ from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.on_gpu import Ceilings, measure_ceilings
 from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import (
+    GREEDY,
     decode_milliseconds,
     host_seconds,
     in_turns,
@@ -74,6 +77,7 @@ from laboratory.evaluation.timing import (
 COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
 MODULES, COMPILED_MODULES = "full by torch's modules", "full by torch's modules, compiled"
 FULL = "full"
+WARM = Sampling(temperature=1.0, seed=SEED)  # of the steps that are sampled
 MOST_AT_ONCE = 8  # sessions whose turns are timed
 FAILURES = (KakeyaError, RuntimeError)  # what does not fit; the second are a device's and a compiler's
 CELLS = (
@@ -93,7 +97,8 @@ class Group:
 
 @dataclass(slots=True)
 class Cell:
-    """Samples of one strategy in a group. read: entries that a step reads in each session, at the end.
+    """Samples of one strategy in a group, sampled_ms of steps at a temperature. read: entries that a step reads in each
+    session, at the end.
 
     host_ms: what the host does for a step that is launched ahead, while it does not wait for the device.
     """
@@ -101,6 +106,7 @@ class Cell:
     step_ms: list[float] = field(default_factory=list)
     host_ms: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)  # tokens a second, of each session
+    sampled_ms: list[float] = field(default_factory=list)
     turn_ms: dict[int, list[float]] = field(default_factory=dict)  # to the first token, by the number of new ones
     read: int = 0
 
@@ -212,10 +218,12 @@ class CompiledStep:
             torch.cuda.synchronize()
 
 
-def step_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int, host: list[float]) -> float:
+def step_milliseconds(
+    engine: Engine, sessions: Sequence[str], tokens: int, host: list[float], sampling: Sampling = GREEDY
+) -> float:
     """As `decode_milliseconds`. host: gets milliseconds of the host, if steps are launched ahead."""
     with host_seconds() as found:
-        whole = decode_milliseconds(engine, sessions, tokens)
+        whole = decode_milliseconds(engine, sessions, tokens, sampling)
     if found:
         host.append(1e3 * statistics.median(found))
     return whole
@@ -241,7 +249,7 @@ def measure(
     vocabulary = engine.info().facts.vocab_size
     prompts = torch.randint(5, vocabulary - 5, (group.sessions, group.length), generator=generator).tolist()
     turns = arguments.turns if group.sessions <= MOST_AT_ONCE else []
-    limit = group.length + 2 + (arguments.rounds + 1) * (arguments.tokens + sum(turns) + len(turns))
+    limit = group.length + 2 + (arguments.rounds + 1) * (2 * arguments.tokens + sum(turns) + len(turns))
     served = [(name, engine, name) for name in strategies]
     served += [(name, other, FULL) for name, other in (others or {}).items()]
     cells = {name: Cell() for name, _, _ in served}
@@ -262,12 +270,19 @@ def measure(
             name: partial(step_milliseconds, by, sessions[name], arguments.tokens, hosts[name])
             for name, by, _ in served
         }
+        sampled = {f"{name}, sampled": cells[name] for name, _, _ in served}
+        for name, by, _ in served:
+            drawn = partial(step_milliseconds, by, sessions[name], arguments.tokens, [], WARM)
+            sides[f"{name}, sampled"] = drawn
         for name, make in compiled.items():
             beside, cells[name] = make(), Cell(read=group.length)
             beside.milliseconds(4)  # compiles
             sides[name] = partial(beside.milliseconds, arguments.tokens)
         for name, samples in in_turns(sides, arguments.rounds).items():
-            cells[name].step_ms = samples
+            if name in sampled:
+                sampled[name].sampled_ms = samples
+            else:
+                cells[name].step_ms = samples
         for name, by, _ in served:
             cells[name].host_ms = hosts[name][1:]  # without the first round, which warms up
             info = by.session_info(sessions[name][0])
@@ -306,6 +321,11 @@ class Outcome:
             if cell.host_ms:
                 self._values[f"host time of a step, {where}"] = record.summarize(cell.host_ms, "ms")
                 row["host ms"] = round(statistics.median(cell.host_ms), 4)
+            if cell.sampled_ms:
+                pairs = zip(cell.sampled_ms, cell.step_ms, strict=True)
+                ratio = record.summarize([sampled / greedy for sampled, greedy in pairs], "ratio")
+                self._values[f"time of a step, sampled ÷ greedy, {where}"] = ratio
+                row["sampled ÷ greedy"] = round(ratio["median"], 3)
             row |= {"entries read": cell.read, "floor ms": round(floor, 4), "floor ÷ ms": round(floor / median, 3)}
             for baseline in (FULL, *COMPILED.values()):
                 if baseline in cells and baseline != name:

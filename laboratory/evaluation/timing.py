@@ -22,8 +22,10 @@ from inference_engine.engine import Engine
 from inference_engine.errors import BackendError
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import CausalView, ChunkView, DenseView
-from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, TokenCommitted
+from inference_engine.types import Bound, Event, Failed, Finished, GenerateParams, Sampling, TokenCommitted
 from laboratory.evaluation.sessions import append_all, turned
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +102,15 @@ def _run(engine: Engine, sessions: Sequence[str], prompts: Sequence[Sequence[int
     )
 
 
-def start(engine: Engine, sessions: Sequence[str], *, tokens: int, reads_bytes: bool = True) -> list[Watch]:
+def start(
+    engine: Engine, sessions: Sequence[str], *, tokens: int, reads_bytes: bool = True, sampling: Sampling = GREEDY
+) -> list[Watch]:
     """Start a Generate on each session. reads_bytes: at every event, which costs the engine's thread a little."""
     all_asked = threading.Event()
     try:
         watches = [Watch(engine, session, all_asked, reads_bytes=reads_bytes) for session in sessions]
         for session, watch in zip(sessions, watches, strict=True):
-            engine.generate(session, GenerateParams(max_tokens=tokens), listener=watch)
+            engine.generate(session, GenerateParams(max_tokens=tokens, sampling=sampling), listener=watch)
     finally:
         all_asked.set()
     return watches
@@ -159,9 +163,9 @@ def unattended() -> Iterator[None]:
         yield
 
 
-def decode_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int) -> float:
+def decode_milliseconds(engine: Engine, sessions: Sequence[str], tokens: int, sampling: Sampling = GREEDY) -> float:
     """Of one step that gives every session its next token, while all of them generate that many."""
-    watches = start(engine, sessions, tokens=tokens, reads_bytes=False)
+    watches = start(engine, sessions, tokens=tokens, reads_bytes=False, sampling=sampling)
     for watch in watches:
         watch.wait()
     return 1e3 * step_seconds([watch.token_times for watch in watches])
