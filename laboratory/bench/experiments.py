@@ -48,6 +48,7 @@ EXPERIMENTS = {
     "gpu-products": Experiment("laboratory.bench.gpu_products", "products of few tokens beside torch's, on a GPU"),
     "gpu-ranks": Experiment("laboratory.bench.gpu_ranks", "one model over several GPUs beside the same over one"),
     "gpu-steps": Experiment("laboratory.bench.gpu_steps", "steps and prefills of real shapes beside a compiled step"),
+    "gpu-vllm": Experiment("laboratory.bench.gpu_vllm", "steps, prefills and turns beside vLLM on the same GPU"),
     "gpu-weights": Experiment("laboratory.bench.gpu_weights", "steps with weights in bfloat16, fp8 and int4, on a GPU"),
     "gateway": Experiment("laboratory.bench.gateway", "one conversation over other APIs, beside a stateless server"),
     "growth": Experiment("laboratory.bench.growth", "memory granted as histories grow, beside memory reserved"),
@@ -76,7 +77,7 @@ EXPERIMENTS = {
 # What says where things are on this machine, or which code runs, is no part of the command that makes a record again.
 _NOT_SHOWN = (
     *("--results", "--commit", "--items", "--target", "--api-key-file", "--tls-ca-file", "--cache-dir"),
-    *("--folder", "--llama", "--openvino", "--tries"),
+    *("--folder", "--llama", "--vllm", "--log", "--openvino", "--tries"),
 )
 
 

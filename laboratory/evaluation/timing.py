@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inference_engine.backends.pinned import Landed
 from inference_engine.engine import Engine
+from inference_engine.engine.generation import Generation
 from inference_engine.errors import BackendError
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.kv.views import CausalView, ChunkView, DenseView
@@ -110,7 +111,8 @@ def start(
     try:
         watches = [Watch(engine, session, all_asked, reads_bytes=reads_bytes) for session in sessions]
         for session, watch in zip(sessions, watches, strict=True):
-            engine.generate(session, GenerateParams(max_tokens=tokens, sampling=sampling), listener=watch)
+            params = GenerateParams(max_tokens=tokens, sampling=sampling)
+            watch.generation = engine.generate(session, params, listener=watch)
     finally:
         all_asked.set()
     return watches
@@ -246,6 +248,7 @@ class Watch:
         self.token_times: list[float] = []
         self.kv_peak_bytes = 0
         self.ending: Finished | Failed | None = None
+        self.generation: Generation | None = None
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, TokenCommitted):
