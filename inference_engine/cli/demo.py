@@ -179,6 +179,9 @@ def _ids(direction: str, ids: Sequence[int]) -> str:
     return f"{counted(len(ids), 'id')} {direction} [{shown}{', …' if len(ids) > SHOWN_IDS else ''}]"
 
 
+FEW = 6  # tokens that may come in one message: their speed would be that of the message
+
+
 def _table(turns: Sequence[Turn]) -> Table:
     table = Table(
         title="What each turn cost, in tokens", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -194,7 +197,7 @@ def _table(turns: Sequence[Turn]) -> Table:
             str(turn.result.prefilled_tokens),
             str(len(turn.generated_ids)),
             f"{1000 * turn.first_token_seconds:.0f} ms",
-            f"{turn.tokens_per_second:.1f}",
+            f"{turn.tokens_per_second:.1f}" if len(turn.generated_ids) > FEW else "",
             str(turn.info.history_length),
             decimal(turn.info.kv_live_bytes),
         )
