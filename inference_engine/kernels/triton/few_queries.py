@@ -143,7 +143,29 @@ def runs_of(
 
 
 @triton.jit
-def _with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power):
+def query_of(b_runs, number):
+    """Which query a program's run is of; as many as there are queries, or more: of none."""
+    return tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
+
+
+@triton.jit
+def runs_at(b_runs, query, BLOCK_N: tl.constexpr):
+    """How many runs a query has, and how many there are before them."""
+    o_n = tl.arange(0, BLOCK_N)
+    return tl.sum(tl.where(o_n == query, b_runs, 0), axis=0), tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)
+
+
+@triton.jit
+def seen(o_s, end, sink, ring, last, upto, floor, sink_floor):
+    """Which slots a query sees."""
+    in_sink = o_s < sink
+    # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
+    position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % tl.maximum(ring, 1))
+    return (o_s < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, floor))
+
+
+@triton.jit
+def with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power):
     """Attention so far, to which a tile is added."""
     b_new = tl.maximum(b_top, tl.max(b_scores, axis=1) * to_power)
     b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -198,11 +220,10 @@ def _attend_run(
     number = tl.program_id(1)
     heads = tl.num_programs(0)
     b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
-    o_n = tl.arange(0, BLOCK_N)
-    query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
+    query = query_of(b_runs, number)
     if query < query_count:
-        runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
-        part = number - tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)
+        runs, before = runs_at(b_runs, query, BLOCK_N)
+        part = number - before
         p_line = p_regions + query * FIELDS
         sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
         ring = tl.load(p_line + in_line("RING")).to(tl.int32)
@@ -251,14 +272,10 @@ def _attend_run(
             b_k = tl.load(p_keys + o_kv, mask=m_kv, other=0.0)
             b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)
             if (s < all_from) | (s + BLOCK_S > all_until):
-                o_s = s + o_i
-                in_sink = o_s < sink
-                # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
-                position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % tl.maximum(ring, 1))
-                m_seen = (o_s < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, floor))
+                m_seen = seen(s + o_i, end, sink, ring, last, upto, floor, sink_floor)
                 b_scores = tl.where(m_seen[None, :], b_scores, float("-inf"))
             b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-            b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
+            b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
         if SELECTS:
             # Where a tile is a run of slots, one number says where it is: that is most of the time.
             is_whole = (ring == 0) & (size % BLOCK_S == 0) & (to_listed % BLOCK_S == 0)
@@ -278,7 +295,7 @@ def _attend_run(
                 b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)
                 b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
                 b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-                b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
+                b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
             for r in range(tl.where(is_selecting & ~is_whole, first, end), end, BLOCK_S):
                 o_r = r + o_i
                 m_listed = (o_r >= to_listed) & (o_r < to_local)
@@ -296,7 +313,7 @@ def _attend_run(
                 b_scores = _scores_of(b_q, b_k, scaling, softcap, HAS_CAP)
                 b_scores = tl.where(m_s[None, :], b_scores, float("-inf"))
                 b_v = tl.load(p_values + o_kv, mask=m_kv, other=0.0)
-                b_top, b_sum, b_out = _with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
+                b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
         b_out = b_out / b_some[:, None]
         if runs == 1:
@@ -333,9 +350,7 @@ def merge_runs(
     heads = tl.num_programs(1)
     query = tl.program_id(2)
     b_runs, _ = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
-    o_n = tl.arange(0, BLOCK_N)
-    runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
-    before = tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)
+    runs, before = runs_at(b_runs, query, BLOCK_N)
     if CHAINED:
         gdc_wait()
         gdc_launch_dependents()

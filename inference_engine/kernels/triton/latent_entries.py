@@ -17,7 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from inference_engine.kernels.reads import FIELDS, AttentionCall
 from inference_engine.kernels.triton.dependent_launch import chained
-from inference_engine.kernels.triton.few_queries import ends_of, merge_runs, runs_of
+from inference_engine.kernels.triton.few_queries import (
+    ends_of,
+    merge_runs,
+    query_of,
+    runs_at,
+    runs_of,
+    seen,
+    with_tile,
+)
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
@@ -122,11 +130,10 @@ def _attend_run(
     """CHAINED: the kernel before wrote the queries, and some entries; lines were there."""
     number = tl.program_id(1)
     b_runs, tiles = runs_of(p_regions, query_count, FIELDS, RUNS, LEAST_RUN, SELECTS, BLOCK_N, BLOCK_S)
-    o_n = tl.arange(0, BLOCK_N)
-    query = tl.sum((tl.cumsum(b_runs, axis=0) <= number).to(tl.int32), axis=0)
+    query = query_of(b_runs, number)
     if query < query_count:
-        runs = tl.sum(tl.where(o_n == query, b_runs, 0), axis=0)
-        part = number - tl.sum(tl.where(o_n < query, b_runs, 0), axis=0)
+        runs, before = runs_at(b_runs, query, BLOCK_N)
+        part = number - before
         p_line = p_regions + query * FIELDS
         sink = tl.load(p_line + in_line("SINK")).to(tl.int32)
         ring = tl.load(p_line + in_line("RING")).to(tl.int32)
@@ -170,19 +177,9 @@ def _attend_run(
             b_scores = tl.dot(b_q, tl.trans(b_v), input_precision="ieee")
             b_scores = tl.dot(b_turned, tl.trans(b_k), b_scores, input_precision="ieee")
             if (s < all_from) | (s + BLOCK_S > all_until):
-                o_s = s + o_i
-                in_sink = o_s < sink
-                # A slot past `last` was opened and never written: its remainder is negative, its position past `upto`.
-                position = tl.where(in_sink | (ring == 0), o_s, last - (last - o_s) % tl.maximum(ring, 1))
-                m_seen = (o_s < end) & (position <= upto) & (position >= tl.where(in_sink, sink_floor, floor))
+                m_seen = seen(s + o_i, end, sink, ring, last, upto, floor, sink_floor)
                 b_scores = tl.where(m_seen[None, :], b_scores, float("-inf"))
-            b_new = tl.maximum(b_top, tl.max(b_scores, axis=1) * to_power)
-            b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_weights = tl.exp2(tl.fma(b_scores, to_power, -b_safe[:, None]))
-            b_keep = tl.exp2(b_top - b_safe)
-            b_sum = tl.fma(b_sum, b_keep, tl.sum(b_weights, axis=1))
-            b_out = tl.dot(b_weights.to(b_v.dtype), b_v, b_out * b_keep[:, None], input_precision="ieee")
-            b_top = b_new
+            b_top, b_sum, b_out = with_tile(b_top, b_sum, b_out, b_scores, b_v, to_power)
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
         b_out = b_out / b_some[:, None]
         if runs == 1:
