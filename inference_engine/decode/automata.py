@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,7 @@ from inference_engine.kernels.sampler import Mask
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+MOST_ROLLED_BACK = 1024
 _WORD = 4  # bytes of what llguidance writes at once
 
 
@@ -45,10 +47,10 @@ class Automaton(Protocol):
         """How many of them, from the first on, may follow."""
 
     def roll_back(self, count: int) -> None:
-        """Undo the last `count` ids."""
+        """Undo the last `count` ids, at most MOST_ROLLED_BACK."""
 
     def forced(self) -> Sequence[int]:
-        """Ids that spell what must follow, as the tokenizer would."""
+        """Ids that spell what must follow, as the tokenizer would; of many the first ones."""
 
     def mask(self) -> Mask:
         """The ids that may follow: the first one that is forced, or else all that fit. May be written to, and is
@@ -148,21 +150,36 @@ class TextGrammar:
         self._matcher = matcher
         self._ends, self._mask_bytes = ends, mask_bytes
         self._lock = threading.Lock()
+        self._spelt: Sequence[int] | None = None  # what must follow at the beginning; None: not known yet
 
     def start(self) -> TextAutomaton:
         with self._lock:
-            return TextAutomaton(self._matcher.deep_copy(), self._ends, self._mask_bytes)
+            matcher = self._matcher.deep_copy()
+            if self._spelt is None:
+                self._spelt = matcher.compute_ff_tokens()
+            return TextAutomaton(matcher, self._ends, self._mask_bytes, self._spelt)
 
 
 class TextAutomaton:
-    """Implements Automaton."""
+    """Implements Automaton.
 
-    def __init__(self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int) -> None:
+    llguidance spells what must follow anew in each place, and in its masks, too: of a text of 100,000 characters that
+    takes 30 ms, under Python's lock. So it is spelt once for a text, in its first place, however that was reached: the
+    ids depend on the ids before alone.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, ends: Sequence[int], mask_bytes: int, spelt: Sequence[int] | None = None
+    ) -> None:
+        """spelt: what must follow, if it is known."""
         self._matcher = matcher
         self._ends = ends
         words = np.zeros(-(-mask_bytes // _WORD), dtype=np.uint32)
         self._mask, self._at = words.view(np.uint8)[:mask_bytes], (words.ctypes.data, words.nbytes)  # looked up once
         self._bytes = self._mask.data
+        # What must follow, from so many ids on; None: not known yet.
+        self._spelt: tuple[Sequence[int], int] | None = None if spelt is None else (spelt, 0)
+        self._before: deque[tuple[Sequence[int], int]] = deque(maxlen=MOST_ROLLED_BACK)
 
     @property
     def is_over(self) -> bool:
@@ -177,7 +194,19 @@ class TextAutomaton:
         return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def consume(self, token_id: int) -> bool:
-        return token_id not in self._ends and self._matcher.consume_token(token_id)
+        if token_id in self._ends:
+            return False
+        ids, at = spelt = self._spell()
+        if not self._matcher.consume_token(token_id):
+            return False
+        self._before.append(spelt)
+        self._spelt = (ids, at + 1) if at + 1 < len(ids) and ids[at] == token_id else None
+        return True
+
+    def _spell(self) -> tuple[Sequence[int], int]:
+        if self._spelt is None:
+            self._spelt = self._matcher.compute_ff_tokens(), 0
+        return self._spelt
 
     def fitting(self, token_ids: Sequence[int]) -> int:
         count = next((place for place, each in enumerate(token_ids) if each in self._ends), len(token_ids))
@@ -186,11 +215,19 @@ class TextAutomaton:
     def roll_back(self, count: int) -> None:
         if count and not self._matcher.rollback(count):
             raise RuntimeError(f"llguidance cannot roll back: {self._matcher.get_error()}")
+        for _ in range(count):
+            self._spelt = self._before.pop()
 
     def forced(self) -> Sequence[int]:
-        return self._matcher.compute_ff_tokens()
+        ids, at = self._spell()
+        return ids[at : at + MOST_ROLLED_BACK]
 
     def mask(self) -> Mask:
+        ids, at = self._spell()
+        if ids:
+            self._mask.fill(0)
+            self._bytes[ids[at] >> 3] = 1 << (ids[at] & 7)
+            return self._mask
         self._matcher.unsafe_compute_mask_ptr(*self._at)
         for end in self._ends:
             self._bytes[end >> 3] &= ~(1 << (end & 7)) & 0xFF

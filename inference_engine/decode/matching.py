@@ -19,11 +19,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from inference_engine.decode.automata import Automaton, Grammar
 from inference_engine.errors import ConstraintFailed
 from inference_engine.kernels.sampler import Mask
 
 GRACE_SECONDS = 0.001
+_NAMED = 8  # ids, in an error
 # Of a processor: an automaton that takes longer is left to workers, for some tokens at first, twice as many each time.
 # Its time costs as much to read as a step of an automaton, so it is read once the clock on the wall shows that much.
 SLOW_SECONDS, _SLOW_TOKENS, _MOST_SLOW_TOKENS = 0.0005, 4, 1024
@@ -250,7 +253,9 @@ class Matching:
             # An end that may not be drawn, and nothing else: the output is whole, and there is no more of it.
             known.is_over, known.forced = True, ()
         else:
-            raise _BrokenError("no token of the vocabulary spells what has to follow")
+            left = np.flatnonzero(np.unpackbits(automaton.mask(), bitorder="little"))[:_NAMED].tolist()
+            only = f"only by ids that may not be drawn here, or end the Generate: {left}" if left else "by no id"
+            raise _BrokenError(f"what has to follow is spelt {only}")
 
     def _arrive(self) -> None:
         """Take what the worker found. Waits for it."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from inference_engine.decode import matching
@@ -19,7 +20,14 @@ from inference_engine.decode.constraints import (
     Constraints,
 )
 from inference_engine.engine import Engine
-from inference_engine.errors import ConstraintUnavailable, InvalidConstraint, ModelError, QuotaExceeded
+from inference_engine.errors import (
+    ConstraintFailed,
+    ConstraintUnavailable,
+    InvalidConstraint,
+    ModelError,
+    QuotaExceeded,
+)
+from inference_engine.kernels.sampler import bits_of
 from inference_engine.types import (
     Constraint,
     ConstraintKind,
@@ -45,10 +53,19 @@ def nested(depth: int, width: int) -> dict[str, Any]:
     return schema
 
 
+ENDLESS = {
+    "$defs": {"one": {"type": "object", "properties": {"next": {"$ref": "#/$defs/one"}}, "required": ["next"]}},
+    "$ref": "#/$defs/one",
+}
 REFUSED = {
     "no schema": (ConstraintKind.JSON_SCHEMA, {"type": "wrong"}),
     "no JSON": (ConstraintKind.JSON_SCHEMA, "{"),
     "recursive without an end": (ConstraintKind.JSON_SCHEMA, {"$ref": "#"}),
+    "endless, since each object needs one more": (ConstraintKind.JSON_SCHEMA, ENDLESS),
+    "more choices than a place may have": (
+        ConstraintKind.JSON_SCHEMA,
+        {"enum": [{"n": f"v{at}"} for at in range(6000)]},
+    ),
     "exponential": (ConstraintKind.JSON_SCHEMA, nested(9, 3)),
     "deep": (ConstraintKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000),
     "of a reference that is not there": (ConstraintKind.JSON_SCHEMA, {"$ref": "#/$defs/none"}),
@@ -181,7 +198,7 @@ def test_grammars_are_kept_by_the_bytes_that_they_were_compiled_from() -> None:
     constraints.may.set()
     sizes = (2, 4, 4, 1)
     asked = [
-        text(ConstraintKind.REGEX, f"{at}".ljust(MOST_SOURCE_BYTES_PER_OWNER // part, "a"))
+        text(ConstraintKind.REGEX, f"[{at}{'a' * (MOST_SOURCE_BYTES_PER_OWNER // part - 3)}]")
         for at, part in enumerate(sizes)
     ]
     for one in asked[:3]:
@@ -214,6 +231,53 @@ def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch
         assert not go_on.is_set()
         go_on.set()
         assert tokens(drain(waiting)) == expected
+
+
+class OneText:
+    """A matcher that lets these ids follow, and nothing else."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids, self._at, self.asked = ids, 0, 0
+
+    def compute_ff_tokens(self) -> Sequence[int]:
+        self.asked += 1
+        return self._ids[self._at :]
+
+    def consume_token(self, token_id: int) -> bool:
+        follows = self._ids[self._at] == token_id
+        self._at += follows
+        return follows
+
+    def rollback(self, count: int) -> bool:
+        self._at -= count
+        return True
+
+
+def test_a_long_text_that_must_follow_is_spelt_once() -> None:
+    """Spelling it takes as long as it is, and holds up all threads."""
+    ids = [1 + at * at % 100 for at in range(2000)]
+    matcher: Any = OneText(ids)
+    automaton = TextAutomaton(matcher, (END,), VOCABULARY // 8)
+    for place, token_id in enumerate(ids):
+        assert bits_of(automaton.mask(), VOCABULARY).nonzero()[0].tolist() == [token_id]
+        assert list(automaton.forced()[:7]) == ids[place : place + 7]
+        drafted = ids[place : place + 5]
+        assert all(map(automaton.consume, drafted)) and not automaton.consume(END)
+        automaton.roll_back(len(drafted))
+        assert automaton.consume(token_id)
+    assert matcher.asked <= 5
+
+
+@pytest.mark.parametrize("permitted", [None, np.arange(VOCABULARY) != 9], ids=["an id that ends it", "a banned id"])
+def test_what_fails_names_the_ids_that_would_do(constraints: Constraints, permitted: Any) -> None:
+    following = END if permitted is None else 9
+    choice = Constraint(kind=ConstraintKind.CHOICE, choices=((5, following, 6),))
+    grammar = constraints.compile(choice, "owner").result(timeout=30)
+    place = constraints.start(grammar, (5,), frozenset({END}), permitted=permitted)
+    with pytest.raises(
+        ConstraintFailed, match=rf"ids that may not be drawn here, or end the Generate: \[{following}\]"
+    ):
+        place.look(1)
 
 
 def test_masks_along_a_draft_leave_the_one_before_it_as_it_was(constraints: Constraints) -> None:

@@ -251,7 +251,7 @@ def test_a_stop_id_ends_where_the_output_may_end_and_nowhere_else() -> None:
         params = replace(params_of(kind, sampling), stop_token_ids=(stop,))
         found, end = generated(engine, opened(engine), params)
         forbidden = replace(params_of(KINDS[3], Sampling(logit_bias={5: 1000.0})), stop_token_ids=(6,))
-        with pytest.raises(ConstraintFailed, match="no token of the vocabulary"):
+        with pytest.raises(ConstraintFailed, match="only by ids that may not be drawn here"):
             generated(engine, opened(engine), forbidden)
     assert found[-1] == stop and kind.fits(found[:-1]) and len(spelled(found[:-1])) == 6
     assert end.stop_reason is StopReason.EOS and end.fits_constraint
