@@ -356,15 +356,15 @@ BUGS = (
     Bug(
         "the journal goes on after an error of the disk",
         "inference_engine/session/sqlite_journal.py",
-        "            if isinstance(error, apsw.FullError):\n",
-        "            if isinstance(error, apsw.FullError | apsw.IOError):\n",
+        "        return isinstance(error, apsw.FullError) or (",
+        "        return isinstance(error, apsw.FullError | apsw.IOError) or (",
         JOURNAL,
     ),
     Bug(
         "the journal swallows a checkpoint that failed",
         "inference_engine/session/sqlite_journal.py",
-        "        except apsw.FullError:\n            return False  # nothing",
-        "        except (apsw.FullError, apsw.IOError):\n            return False  # nothing",
+        "            if self._is_full(error):\n                return False  # nothing",
+        "            if error:\n                return False  # nothing",
         JOURNAL,
     ),
     Bug(
