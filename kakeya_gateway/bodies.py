@@ -46,9 +46,9 @@ class Ask(NamedTuple):
     budget_at: str = ""  # the field that says so
 
 
-def as_chat(messages: Sequence[Json]) -> list[Json]:
+def as_chat(messages: Sequence[Json], *, is_whole: bool = True) -> list[Json]:
     """Messages of chat completions as templates take them; reasoning is theirs to show or leave out. Raises
-    InvalidMessages.
+    InvalidMessages, and Refused for a result without a call before it. is_whole: they follow no answer that is kept.
     """
     own = [(one.get("role") == "assistant" and one.get("reasoning_content")) or "" for one in messages]
     said = [
@@ -60,7 +60,11 @@ def as_chat(messages: Sequence[Json]) -> list[Json]:
         else one
         for one, of in zip(messages, own, strict=True)
     ]
-    shown = from_openai_messages(said)
+    shown, called = from_openai_messages(said), set[str]()
+    for one in shown if is_whole else ():
+        called |= {call["id"] for call in one.get("tool_calls", ())}
+        if one["role"] == "tool" and one["tool_call_id"] not in called:
+            raise Refused(f"have results of calls that none before makes: {one['tool_call_id']!r}", param="messages")
     return [{**one, **({"reasoning_content": of} if of else {})} for one, of in zip(shown, own, strict=True)]
 
 

@@ -115,7 +115,8 @@ class Request(Sampled):
         name = None if after is None else after.removeprefix(ID)
         asked = (), tools, choice, self.parallel_tool_calls, name, self.store
         budget: Json = {"budget": BUDGETS[self.reasoning.effort], "budget_at": "reasoning.effort"}
-        return Ask(self.model, as_chat(messages), self.max_output_tokens, options, *asked, **budget)
+        whole = as_chat(messages, is_whole=after is None)
+        return Ask(self.model, whole, self.max_output_tokens, options, *asked, **budget)
 
     def _go_on_from(self, answer: Answer) -> None:
         """Have what its session begins with. Raises Refused for something else."""

@@ -188,6 +188,24 @@ def test_a_call_that_is_cut_is_not_made_and_results_of_other_calls_are_refused(h
     assert both.status_code == 400
 
 
+def test_a_result_without_a_call_before_it_is_refused(http: httpx2.Client) -> None:
+    """In a conversation that is sent whole. A template would show it as if a person had said it."""
+    other = {"role": "tool", "tool_call_id": "another", "content": ANSWER}
+    call = {"id": "another", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    calling = {"role": "assistant", "tool_calls": [call]}
+    block = {"type": "tool_result", "tool_use_id": "another", "content": ANSWER}
+    output = {"type": "function_call_output", "call_id": "another", "output": ANSWER}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [QUESTION, other]}),
+        ("/v1/chat/completions", {"messages": [QUESTION, other, calling, other]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [block]}], "max_tokens": 4}),
+        ("/v1/responses", {"input": [QUESTION, output]}),
+    ):
+        refused = http.post(path, json={"model": "tiny", **body})
+        assert refused.status_code == 400, refused.text
+        assert "'another'" in refused.json()["error"]["message"]
+
+
 def test_a_template_without_tools_needs_a_format(target: str, runtime: Client) -> None:
     body = {"model": "tiny", "messages": [QUESTION], "max_tokens": 200, "tool_choice": "required"}
     body |= {"tools": [{"type": "function", "function": TIME}]}
