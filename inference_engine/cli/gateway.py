@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         bound = Address(host=host, port=port, is_loopback=address.is_loopback)
         scheme = "https" if args.tls_cert_file else "http"
         process.end_if_stopped()
-        process.announce(f"ready at {scheme}://{bound}: the sessions of {args.target}")
+        process.announce_aside(f"ready at {scheme}://{bound}: the sessions of {args.target}", lambda _: None)
         serve(
             app,
             listening,

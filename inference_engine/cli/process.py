@@ -9,6 +9,7 @@
 | the folder that it is started in is gone | one line on standard error; status 1 |
 | it gets no memory or threads, or a file or its output cannot be used | one line on standard error; status 1 |
 | standard error cannot be written, as a log on a full disk | goes on without it |
+| its output is a pipe that is full and not read | a server serves; other commands wait |
 
 `serve` takes the signals over when it serves (`server/run.py`). What no line here explains is our mistake, and shows
 its traceback. This module imports little, so that it is in force before the commands are imported.
@@ -103,6 +104,8 @@ def failed(command: str, error: Exception) -> int:
         return status
     if not (said := explained(error)):
         raise error
+    if said == os.strerror(errno.ENOSPC) and _has_no_room():
+        said = f"standard output cannot be written: {said}"
     say(f"{command}: {said}")
     return FAILED
 
@@ -156,6 +159,26 @@ def announce(line: str) -> OSError | None:
     except OSError as error:  # it is not buffered
         return error
     return _written_out(sys.stdout)
+
+
+def announce_aside(line: str, on_failure: Callable[[OSError], object]) -> None:
+    """On standard output, by a thread of its own: a pipe that is full and not read holds up who writes into it."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except OSError:  # it is no file
+        print(line, flush=True)
+        return
+
+    def write() -> None:  # not through Python's object, whose lock would be held when the interpreter ends
+        left = f"{line}\n".encode(sys.stdout.encoding, "backslashreplace")
+        try:
+            while left:
+                left = left[os.write(descriptor, left) :]
+        except OSError as error:
+            _discard(sys.stdout)
+            on_failure(error)
+
+    threading.Thread(target=write, name="ready-line", daemon=True).start()
 
 
 def explained(error: Exception) -> str:
@@ -212,6 +235,15 @@ def _write_out(command: str) -> int:
         say(f"{command}: standard output cannot be written: {failed.strerror}")
     _written_out(sys.stderr)
     return 0 if failed is None else READER_LEFT if _is_unread(failed) else FAILED
+
+
+def _has_no_room() -> bool:
+    """Is it standard output that a disk has no room for?"""
+    try:
+        os.write(sys.stdout.fileno(), b"" if sys.stdout.isatty() else b"\n")
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    return False
 
 
 def _is_unread(error: Exception) -> bool:

@@ -132,8 +132,10 @@ def _serve_model(
     parts = replace(parts, end_ids=find_end_ids(model, parts.forward.facts.vocab_size))
 
     def ready(handle: ServerHandle) -> None:
-        if failed := process.announce(ready_line(handle, engine)):
-            logger.info("the ready line cannot be written to standard output: %s", failed.strerror)
+        process.announce_aside(
+            ready_line(handle, engine),
+            lambda failed: logger.info("the ready line cannot be written to standard output: %s", failed.strerror),
+        )
         if args.until_eof:
             threading.Thread(target=stop_at_eof, name="until-eof", daemon=True).start()
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn
 from unittest.mock import patch
 
@@ -36,6 +36,19 @@ def becomes(descriptor: int, opened: int) -> None:
     os.dup2(opened, descriptor)
     os.close(opened)
     setattr(sys, NAMES[descriptor], os.fdopen(descriptor, "w", encoding="utf-8", closefd=False))
+
+
+def unread_and_full() -> None:
+    """A full pipe whose reader does not read."""
+    read, write = os.pipe()
+    LASTING.callback(os.close, read)
+    os.set_blocking(write, False)
+    for size in (4096, 1):
+        with suppress(BlockingIOError):
+            while True:
+                os.write(write, bytes(size))
+    os.set_blocking(write, True)
+    becomes(1, write)
 
 
 def in_ascii() -> None:
@@ -77,6 +90,7 @@ CONDITIONS: dict[str, Callable[[], object]] = {
     "output unread": lambda: unread(1),
     "errors unread": lambda: unread(2),
     "both unread": lambda: unread(1, 2),
+    "output stuck": unread_and_full,
     "output full": lambda: becomes(1, os.open("/dev/full", os.O_WRONLY)),
     "errors full": lambda: becomes(2, os.open("/dev/full", os.O_WRONLY)),
     "output in ASCII": in_ascii,

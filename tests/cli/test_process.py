@@ -169,7 +169,8 @@ def test_a_command_whose_output_cannot_be_written_ends_as_others_do(
             done = run(CONDITIONED, condition, *words)
             if condition == "output full":
                 assert done.returncode == 1
-                assert done.stderr.count("\n") == 1 and "No space left on device" in done.stderr
+                assert done.stderr.count("\n") == 1
+                assert "standard output cannot be written: No space left on device" in done.stderr
             else:
                 assert done.returncode in READER_LEFT
                 assert done.stderr == ""
