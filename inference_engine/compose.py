@@ -233,19 +233,12 @@ def executor(config: ModelConfig) -> tuple[str, str]:
         return "mlx", f"device is mlx, and {listed}"
     if not found.only_gguf and grouping_of(found.folder) is not None:
         return "", "its matrices are quantised in MLX's layout, which --device mlx alone runs"
-    layout = None if found.only_gguf else layout_of(found.folder)
-    if layout is not None:
-        from inference_engine.models.quantised_model import check_orders
-
-        try:
-            check_orders(found.folder, layout)
-        except ModelError as error:
-            return "", str(error)
+    if not found.only_gguf and (layout := layout_of(found.folder)) is not None:
         how = (
             "is read as it is where its family has a list" if config.device != "cpu" else "is unpacked at each product"
         )
-        return "torch", f"its matrices are stored in {layout}, which {how}"
-    if config.tensor_parallel > 1:
+        reason = f"its matrices are stored in {layout}, which {how}"
+    elif config.tensor_parallel > 1:
         reason = f"tensor_parallel is {config.tensor_parallel}"
     elif config.backend != "torch":
         from inference_engine.backends.native.loading import check_stored, open_library
@@ -257,21 +250,39 @@ def executor(config: ModelConfig) -> tuple[str, str]:
             reason = reason or str(error)
     else:
         reason = "backend is torch"
-    if reason:
-        return "torch", reason
-    return ("", reason) if (reason := _unfit(found, found.stored)) else ("native", listed)
+    if not reason and not (reason := _unfit(found, found.stored)):
+        return "native", listed
+    if config.backend == "native":
+        return "", f"backend is native, which does not run it: {reason}"
+    return ("", unfit) if (unfit := _unfit(found, None)) else ("torch", reason)
 
 
-def _unfit(found: FoundModel, stored: Path) -> str:
-    """Why the tensors are not those of the configuration; "" if they are. Of families with a list of operations."""
+def _unfit(found: FoundModel, stored: Path | None) -> str:
+    """Why the tensors are not those of the configuration; "" if they are. Reads headers alone.
+
+    stored: what an executor of lists of operations reads; None: what torch reads is asked for.
+    """
     from inference_engine.backends.read_model_spec import parameter_shapes
-    from inference_engine.models import read_config
+    from inference_engine.models import read_config, sizes
+    from inference_engine.models.folder import layout_of
+    from inference_engine.models.layer_types import check_config
+    from inference_engine.models.loader import check_tensors
     from inference_engine.models.open_checkpoint import open_checkpoint
     from inference_engine.models.places import check_fits, reads_of
 
     try:
         config = read_config(found)
-        check_fits(open_checkpoint(stored), parameter_shapes(config), reads_of(config.get_text_config()))
+        check_config(config.get_text_config())
+        sizes(config, found.folder)
+        if stored is not None or found.only_gguf:
+            checkpoint, shapes = open_checkpoint(stored or found.stored), parameter_shapes(config)
+            check_fits(checkpoint, shapes, reads_of(config.get_text_config()), by_headers=True)
+        elif (layout := layout_of(found.folder)) is not None:
+            from inference_engine.models.quantised_model import check_quantised
+
+            check_quantised(found.folder, layout, config)
+        else:
+            check_tensors(found.folder, config)
     except ModelError as error:
         return str(error)
     return ""

@@ -151,6 +151,10 @@ class Checkpoint(ABC):
             )
         return found
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises as `tensor` does, and reads no numbers."""
+        self.tensor(name, shape)
+
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """A copy of a tensor's numbers, whatever they are stored as. Raises as `tensor` does."""
         return self.tensor(name, shape).as_float32()
@@ -220,12 +224,15 @@ class _FileSpan:
     end: int
 
 
-# Where published checkpoints have the text model, and how a text model alone has it.
-_ROOTS = (
-    ("model.", "model."),
+# Where checkpoints have the text model beside others, and how a text model alone has it.
+BESIDE_OTHERS = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
+)
+_ROOTS = (
+    ("model.", "model."),
+    *BESIDE_OTHERS,
     ("backbone.", "model."),
     # As a model without its head is saved: transformers reads it for one with a head, too.
     *((f"{part}.", f"model.{part}.") for part in ("embed_tokens", "layers", "norm")),
@@ -438,6 +445,15 @@ class GgufCheckpoint(Checkpoint):
         if shape is not None and _squeezed(found.shape) == _squeezed(shape):
             found = replace(found, shape=shape)  # llama.cpp's converter leaves out dimensions of 1, and adds some
         return found if shape is None or found.shape == shape else super().tensor(name, shape)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if (recipe := self._made.get(name)) is None:
+            self.tensor(name, shape)
+        elif (found := sum(math.prod(part.shape) for part in recipe.parts)) != math.prod(shape):
+            raise ModelError(
+                f"{self.path}: {name} is made of {found} numbers, the configuration asks for the shape {shape}; the "
+                "weights do not fit it"
+            )
 
     def numbers(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         if (recipe := self._made.get(name)) is None:

@@ -38,7 +38,16 @@ from inference_engine.models.file_keys import (
     in_a_line,
     unlisted,
 )
-from inference_engine.models.folder import CONFIG, INDEX, MAX_LAYERS, WEIGHTS, grouping_in, read_json, weights_read
+from inference_engine.models.folder import (
+    CONFIG,
+    INDEX,
+    MAX_LAYERS,
+    WEIGHTS,
+    grouping_in,
+    read_json,
+    shards_listed,
+    weights_read,
+)
 from inference_engine.models.gguf_config import gguf_config, gguf_notes
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.mapped import let_go
@@ -122,7 +131,7 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
     ):
         notes.append(f"no tensor is stored in {layout}, which {CONFIG} names: all are read as they are stored")
     if WEIGHTS in [name for name, *_ in looks]:
-        if (folder / INDEX).is_file():
+        if (folder / INDEX).is_file() and shards_listed(folder / INDEX) != (WEIGHTS,):
             notes.append(f"{INDEX} is not read: {WEIGHTS} is there, and not all shards of the index are")
     else:
         notes += _misplaced(folder, tensors)

@@ -280,6 +280,7 @@ CONFIG_KEYS = _keys(
     ("rope_local_base_freq", HONOURED, "the same, of Gemma's layers with a window"),
     ("original_max_position_embeddings", HONOURED, "the same, of `yarn`, `llama3` and `longrope`"),
     ("sliding_window use_sliding_window max_window_layers layer_types", HONOURED, "windows of layers"),
+    ("per_layer_config", HONOURED, "what single layers have otherwise, as transformers writes it"),
     ("sliding_window_pattern", HONOURED, "Gemma's old name, read where `layer_types` is not there"),
     ("no_rope_layers no_rope_layer_interval", HONOURED, "layers without rotation"),
     ("attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar", HONOURED, "of Gemma"),
@@ -409,7 +410,11 @@ GENERATION_KEYS = _keys(
 )
 
 TOKENIZER_CONFIG_KEYS = _keys(
-    ("bos_token eos_token eot_token eom_token pad_token", HONOURED, "ids that are compared with the model's rows"),
+    (
+        "bos_token eos_token eot_token eom_token pad_token",
+        HONOURED,
+        "ids that are compared with the model's rows; absent: as `special_tokens_map.json` has them",
+    ),
     ("auto_map", NO_EFFECT, "code of the folder is never run"),
     ("model_max_length", NO_EFFECT, "the length of a session is the model's"),
     ("*", HONOURED, "by transformers' class of tokenizers, for clients with text; the runtime has ids"),

@@ -25,6 +25,7 @@ from inference_engine.models.gguf_vocabulary import (
     TokenType,
     chat_templates,
     end_ids,
+    named_id,
     vocabulary_of,
 )
 
@@ -82,6 +83,10 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     named = {name: vocabulary.texts[at] for name, at in vocabulary.named.items()}
     pre = header.text("tokenizer.ggml.pre")
     adds_bos = _flag(header, "tokenizer.ggml.add_bos_token", is_sentencepiece or pre in _ADDS_BOS)
+    if adds_bos and "bos_token" not in named and named_id(header, "bos_token") is not None:
+        raise ModelError(
+            f"{header.path}: its tokenizer cannot be used: it adds a bos_token that is ordinary text; {REMEDY}"
+        )
     tokenizer: Any = TokenizersBackend(
         tokenizer_object=backend,
         extra_special_tokens={name: named.pop(name) for name in ("eot_token", "eom_token") if name in named},
@@ -141,17 +146,15 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.tokenization_utils_base import generate_merges
 
-    wholes = vocabulary.wholes()
-    vocab = {
-        text: at for at, text in enumerate(vocabulary.texts) if vocabulary.types[at] != TokenType.UNUSED or at in wholes
-    }
+    wholes, types = vocabulary.wholes(), vocabulary.types
+    vocab = {text: at for at, text in enumerate(vocabulary.texts)}
     is_gemma = (header.text("general.architecture") or "").startswith("gemma")
     is_gemma4 = header.text("tokenizer.ggml.model") == GEMMA4
     merges = _merges(header)
     if merges is None and is_gemma4:
         raise ModelError(f"{header.path}: its tokenizer cannot be read: no tokenizer.ggml.merges; {REMEDY}")
     if merges is None:
-        scores = header.values.get("tokenizer.ggml.scores", np.zeros(len(vocabulary.texts)))
+        scores = header.values.get("tokenizer.ggml.scores", np.zeros(len(vocabulary.texts) if is_gemma else 0))
         if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "iuf" or len(scores) < len(vocabulary.texts):
             raise ModelError(
                 f"{header.path}: its tokenizer cannot be read: tokenizer.ggml.scores is not {len(vocabulary.texts)} "
@@ -159,8 +162,10 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
             )
         order = [-float(at) for at in vocab.values()] if is_gemma else [float(scores[at]) for at in vocab.values()]
         # Bytes and tokens that are found as a whole are no result of a merge, and none's part.
-        apart = {text for text, at in vocab.items() if at in wholes or vocabulary.types[at] == TokenType.BYTE}
+        apart = {text for text, at in vocab.items() if at in wholes or types[at] == TokenType.BYTE}
         merges = generate_merges(vocab, dict(zip(vocab, order, strict=True)), apart)
+    merged = {first + second for first, second in merges}
+    vocab = {text: at for text, at in vocab.items() if types[at] != TokenType.UNUSED or at in wholes or text in merged}
     unknown = vocabulary.named.get("unk_token")
     tokenizer = Tokenizer(
         models.BPE(

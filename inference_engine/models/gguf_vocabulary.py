@@ -56,6 +56,9 @@ _END_TEXTS = frozenset(
         "<|call|>",
         "<eos>",
         "<turn|>",
+        "</s>",
+        "[EOT]",
+        "[EOS]",
     }
 )
 # Behind it the result of a tool is filled in: it ends a turn, and is text.
@@ -85,7 +88,8 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufVocabulary:
-    """The tokens of a header, by id: texts and types. named: ids by the names that tokenizer_config.json has for them.
+    """The tokens of a header, by id: texts and types. named: ids by the names that tokenizer_config.json has for them,
+    but for those of ordinary text, such as a `!` that pads.
 
     rows: of the model's matrix of embeddings; there can be fewer tokens, never more.
     """
@@ -138,13 +142,17 @@ def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
             f"so ids would reach beyond the model; {REMEDY}"
         )
     ends = _end_texts(texts)
+    own = [int(TokenType.CONTROL) if text in ends else of for text, of in zip(texts, types.tolist(), strict=False)]
+    named = _named(header, len(texts), kind == SENTENCEPIECE)
+    normal = {at for at in named.values() if own[at] == TokenType.NORMAL}
+    merges = (header.strings("tokenizer.ggml.merges") if normal else None) or ()
+    merged = {text for merge in merges for text in (*merge.split(" "), merge.replace(" ", ""))}
     return GgufVocabulary(
         path=path,
         texts=tuple(texts),
-        types=tuple(
-            int(TokenType.CONTROL) if text in ends else of for text, of in zip(texts, types.tolist(), strict=False)
-        ),
-        named=_named(header, len(texts), kind == SENTENCEPIECE),
+        types=tuple(own),
+        # One that merges make, or make others of, stays that: found as a whole, it would split words.
+        named={name: at for name, at in named.items() if at not in normal or texts[at] not in merged},
         rows=rows,
     )
 
@@ -164,7 +172,7 @@ def _check_keys(header: GgufHeader) -> None:
 def _named(header: GgufHeader, tokens: int, is_sentencepiece: bool) -> Mapping[str, int]:
     found = {name: header.number(key) for name, key in NAMED.items()}
     for name, default in _SENTENCEPIECE_DEFAULTS.items():
-        if is_sentencepiece and found[name] is None and default < tokens:
+        if is_sentencepiece and found[name] in (None, _NONE) and default < tokens:
             found[name] = default
     named = {name: at for name, at in found.items() if at is not None and at != _NONE}
     for key, at in [
@@ -189,7 +197,7 @@ def named_id(header: GgufHeader, name: str) -> int | None:
     """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
     defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == SENTENCEPIECE else {}
     at = header.number(NAMED[name])
-    at = defaults.get(name) if at is None else at
+    at = defaults.get(name) if at in (None, _NONE) else at
     return at if at is not None and 0 <= at < _rows(header) else None
 
 

@@ -74,6 +74,9 @@ def check_config(config: PretrainedConfig) -> None:
     parameters = getattr(config, "rope_parameters", None) or {}
     for name, rope in parameters.items() if has_table_per_type(config) else [(ONE_ROTARY, parameters)]:
         kind = (rope or {}).get("rope_type", ONE_ROTARY)
+        theta = (rope or {}).get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            raise ModelError(f"rope_theta is {theta!r}, expected a positive number; get the file again")
         if kind in (LONGROPE, DYNAMIC) and name != ONE_ROTARY:
             raise ModelError(
                 f"rotary kind {kind!r} ({name}) changes with the length of a sequence; beside another table for other "

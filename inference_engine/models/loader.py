@@ -12,8 +12,9 @@ import hashlib
 import inspect
 import json
 import logging
+import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ from inference_engine.models.folder import (
 from inference_engine.models.hub import hub_model, name_of_snapshot, snapshot
 from inference_engine.models.manifest import Manifest, check_manifest, has_manifest, is_ours
 from inference_engine.models.registry import is_known, known_model, known_names
+from inference_engine.models.safetensors_header import check_safetensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -210,7 +212,12 @@ def read_config(found: FoundModel) -> PretrainedConfig:
         _without_its_warnings(),
     ):
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    text = config.get_text_config()
+    text: Any = config.get_text_config()
+    if isinstance(text, dict):
+        raise ModelError(
+            f"{path}: text_config, and the type {content['model_type']!r} has no such part, so transformers would not "
+            "read it; put what is in it in its place"
+        )
     types, window = getattr(text, "layer_types", None) or (), getattr(text, "sliding_window", None)
     if "sliding_attention" in types and not window:
         unused = ", since use_sliding_window is false" if getattr(text, "use_sliding_window", True) is False else ""
@@ -223,7 +230,7 @@ def read_config(found: FoundModel) -> PretrainedConfig:
 
 @contextmanager
 def _without_its_warnings() -> Iterator[None]:
-    """What transformers finds odd in a configuration is refused or remarked on here, once and by name."""
+    """What transformers finds odd in a configuration or in tensors is refused or remarked on here, once and by name."""
     from transformers.utils import logging as its_logging
 
     level = its_logging.get_verbosity()
@@ -435,27 +442,61 @@ def _alone(content: Mapping[str, Any], folder: Path, names: tuple[str, ...]) -> 
         yield alone
 
 
+def check_tensors(folder: Path, config: PretrainedConfig) -> None:
+    """Raise ModelError unless transformers would load these safetensors with this configuration. Reads no weights."""
+    import torch
+
+    from inference_engine.models.places import generator_of
+
+    own, kind = generator_of(config)
+    tensors = {
+        name: torch.empty(each["shape"], device="meta")
+        for file in weight_files(folder)
+        for name, each in check_safetensors(folder / file).items()
+    }
+
+    def load(_: Path, given: Mapping[str, Any]) -> Any:
+        return kind.from_pretrained(None, config=own, state_dict=tensors, device_map="meta", **given)
+
+    _fitting(folder, config, load)
+
+
 def _from_pretrained(folder: Path, config: PretrainedConfig, dtype: Any, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from inference_engine.models.checkpoint import SafetensorsCheckpoint
-    from inference_engine.models.configuration import configuration_of
-
-    files = SafetensorsCheckpoint(folder)  # raises if two tensors are one of the model; transformers takes either
-    configuration = configuration_of(folder)
-    weights = weights_read(folder)
-    _check_places(files, config)
-    with refused_as(f"{folder}: {UNFIT}"), _alone(configuration.content, folder, weights) as alone:
-        model, info = AutoModelForCausalLM.from_pretrained(
+    def load(alone: Path, given: Mapping[str, Any]) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
             alone,
             dtype=dtype,
             attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-            output_loading_info=True,
+            **given,
         )
+
+    return _fitting(folder, config, load)
+
+
+def _fitting(folder: Path, config: PretrainedConfig, load: Callable[[Path, Mapping[str, Any]], Any]) -> Any:
+    """The model that `load` makes of a folder that is safe to open, with more arguments. Raises ModelError."""
+    from inference_engine.models.checkpoint import BESIDE_OTHERS, SafetensorsCheckpoint
+    from inference_engine.models.configuration import configuration_of
+    from inference_engine.models.places import generator_of
+
+    files = SafetensorsCheckpoint(folder)  # raises if two tensors are one of the model; transformers takes either
+    configuration = configuration_of(folder)
+    weights = weights_read(folder)
+    _check_places(files, config)
+    given: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
+    if "text_config" not in generator_of(config)[1].config_class.sub_configs:  # a class of text alone
+        given["key_mapping"] = {f"^{re.escape(root)}": own for root, own in BESIDE_OTHERS}
+    with (
+        refused_as(f"{folder}: {UNFIT}"),
+        _alone(configuration.content, folder, weights) as alone,
+        _without_its_warnings(),
+    ):
+        model, info = load(alone, given)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if keys := sorted(key for key in map(str, info[kind]) if not key.startswith(configuration.left_out)):
             raise ModelError(
@@ -469,14 +510,14 @@ def _check_places(files: Checkpoint, config: PretrainedConfig) -> None:
     """Of a family with a list of operations. transformers would leave out some tensors unsaid, and name none of
     others."""
     import torch
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from inference_engine.models.families import FAMILIES
-    from inference_engine.models.places import check_places, reads_of, shapes_of
+    from inference_engine.models.places import check_places, generator_of, reads_of, shapes_of
 
     if (text := config.get_text_config()).model_type in FAMILIES:
         with refused_as(f"{files.path}: {UNFIT}"), torch.device("meta"):
-            shapes = shapes_of(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](copy.deepcopy(config)))
+            own, kind = generator_of(config)
+            shapes = shapes_of(kind(copy.deepcopy(own)))
         check_places(files, shapes, reads_of(text))
 
 

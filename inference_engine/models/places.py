@@ -29,6 +29,16 @@ _WITHOUT_EFFECT = re.compile(r".*rotary_emb\.inv_freq")  # of old checkpoints
 _EXPERTS = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|up_proj|down_proj)")
 
 
+def generator_of(config: Any) -> tuple[Any, Any]:
+    """The configuration and the class with which transformers loads a checkpoint: of some families with several parts
+    those of text alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    part = config.sub_configs.get("text_config")
+    return (config.get_text_config() if part is not None and kind.config_class == part else config), kind
+
+
 def shapes_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Of all tensors that a checkpoint has: parameters, tied ones once, and the buffers that are saved."""
     from inference_engine.models.mixers import original_name
@@ -48,15 +58,22 @@ def reads_of(config: Any) -> list[int]:
 
 
 def check_fits(
-    checkpoint: Checkpoint, parameters: Mapping[str, tuple[int, ...]], reads: Sequence[int | None] = ()
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, tuple[int, ...]],
+    reads: Sequence[int | None] = (),
+    *,
+    by_headers: bool = False,
 ) -> None:
     """Raise ModelError unless the checkpoint has the tensors of transformers' model of this configuration, no others.
 
-    parameters: see `shapes_of`. reads: of the model, as Geometry has them. An executor takes what is there: a bias or a
-    norm that the model has no place for would change it.
+    parameters: see `shapes_of`. reads: of the model, as Geometry has them. by_headers: no number is read. An executor
+    takes what is there: a bias or a norm that the model has no place for would change it.
     """
     for name, shape in _wanted(checkpoint, parameters).items():
-        checkpoint.tensor(name, shape)
+        if by_headers:
+            checkpoint.check(name, shape)
+        else:
+            checkpoint.tensor(name, shape)
     check_places(checkpoint, parameters, reads)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 
 from inference_engine.errors import ModelError
 from inference_engine.kernels.quantised import GROUP, QuantisedMatrix, pack_codes
-from inference_engine.models.checkpoint import SafetensorsCheckpoint, text_name
+from inference_engine.models.checkpoint import SafetensorsCheckpoint, StoredTensor, text_name
 from inference_engine.models.families.list_writer import EMBEDDING, HEAD
 from inference_engine.models.folder import UNFIT, refused_as
-from inference_engine.models.places import no_place, unplaced
+from inference_engine.models.places import generator_of, no_place, unplaced
 from inference_engine.models.quantised_layout import QuantisedLayout
 from inference_engine.models.quantised_linear import QuantisedLinear
 
@@ -43,18 +44,10 @@ def load_quantised(
     folder: Path, layout: QuantisedLayout, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The model, with a QuantisedLinear for each quantised matrix. Raises ModelError for tensors that do not fit."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
     files = SafetensorsCheckpoint(folder)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config, kind = generator_of(config)
     with refused_as(f"{folder}: {UNFIT}"):
-        with torch.device("meta"):
-            empty = kind(copy.deepcopy(config))
-        shapes = {name: tuple(part.shape) for name, part in empty.named_parameters()}
-        linears = {name: module for name, module in empty.named_modules() if type(module) is nn.Linear}
-        stems = {name: text_name(f"{name}.weight").removesuffix(".weight") for name in linears}
-        quantised = {name: stem for name, stem in stems.items() if _is_quantised(files, layout, stem)}
-        _check_names(files, layout, set(shapes), set(quantised.values()))
+        shapes, quantised = _parts(files, layout, config)
         # A matrix that is quantised has no numbers of its own until then, and takes no memory.
         numbers = {
             name: torch.zeros((), dtype=dtype).expand(shape)
@@ -98,22 +91,31 @@ def _matrix(
         raise ModelError(f"{files.path}: {stem}: shape [{outputs}, {inputs}] must be multiples of {_PACKED}")
     group = inputs if layout.group < 0 else layout.group
     groups = -(-inputs // group)
+    words, zeros, scales = (_tensor(files, *one) for one in _packed(layout, stem, outputs, inputs))
+    codes, zeros = _codes(words), _codes(zeros)
     if layout.method == "gptq":
-        words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs // _PACKED, outputs))
-        codes = _codes(words).permute(0, 2, 1).reshape(inputs, outputs)
-        zeros = _codes(_tensor(files, f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)))
+        codes = codes.permute(0, 2, 1).reshape(inputs, outputs)
         _check_order(files, layout, stem, inputs, group)
     else:
         order = torch.tensor(_AWQ_ORDER).argsort()
-        words = _tensor(files, f"{stem}.qweight", ("I32",), (inputs, outputs // _PACKED))
-        codes = _codes(words)[:, :, order].reshape(inputs, outputs)
-        zeros = _codes(_tensor(files, f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)))[:, :, order]
-    scales = _tensor(files, f"{stem}.scales", _FLOATS, (groups, outputs)).T.contiguous()
+        codes, zeros = codes[:, :, order].reshape(inputs, outputs), zeros[:, :, order]
+    scales = scales.T.contiguous()
     middles = (zeros.reshape(groups, outputs) + layout.zero_offset).T.to(torch.uint8).contiguous()
     if layout.group < 0:  # as many groups as are read, with the same scale
         group, groups = GROUP, -(-inputs // GROUP)
         scales, middles = (part.expand(-1, groups).contiguous() for part in (scales, middles))
     return QuantisedMatrix(codes=pack_codes(codes.T, group), scales=scales, zeros=middles, inputs=inputs, group=group)
+
+
+def _packed(
+    layout: QuantisedLayout, stem: str, outputs: int, inputs: int
+) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    """Names, types and shapes of a matrix's codes, zeros and scales, of 4 bits."""
+    groups = 1 if layout.group < 0 else -(-inputs // layout.group)
+    words = (inputs // _PACKED, outputs) if layout.method == "gptq" else (inputs, outputs // _PACKED)
+    yield f"{stem}.qweight", ("I32",), words
+    yield f"{stem}.qzeros", ("I32",), (groups, outputs // _PACKED)
+    yield f"{stem}.scales", _FLOATS, (groups, outputs)
 
 
 def _read_fp8(
@@ -123,20 +125,30 @@ def _read_fp8(
     # Kernels do not tell it from a number. 0x7f and 0xff are the only codes of it.
     if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
         raise ModelError(f"{files.path}: {stem}.weight has numbers that are NaN; fetch the checkpoint again")
+    found = _tensor(files, *_scale(files, layout, stem, outputs, inputs))
+    if layout.block is not None:
+        rows, columns = layout.block
+        scales = found.repeat_interleave(rows, dim=0)[:outputs].contiguous()
+        return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=columns)
+    found = found.float()
+    scales = found.reshape(-1, 1).expand(outputs, 1).contiguous()
+    return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=inputs)
+
+
+def _scale(
+    files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, outputs: int, inputs: int
+) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
+    """The name, the types and the shape of the scales of a matrix in fp8. Raises ModelError if there are others."""
     name = next((f"{stem}.{suffix}" for suffix in _FP8_SCALES if f"{stem}.{suffix}" in files), f"{stem}.weight_scale")
     if layout.block is not None:
         rows, columns = layout.block
-        found = _tensor(files, name, _FLOATS, (-(-outputs // rows), -(-inputs // columns)))
-        scales = found.repeat_interleave(rows, dim=0)[:outputs].contiguous()
-        return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=columns)
-    found = _tensor(files, name, _FLOATS, None).float()
-    if found.numel() not in (1, outputs):
+        return name, _FLOATS, (-(-outputs // rows), -(-inputs // columns))
+    shape = _found(files, name, _FLOATS, None).shape
+    if int(np.prod(shape)) not in (1, outputs):
         raise ModelError(
-            f"{files.path}: {name} has the shape {tuple(found.shape)}; a scale, or one for each of {outputs} outputs, "
-            "is read"
+            f"{files.path}: {name} has the shape {shape}; a scale, or one for each of {outputs} outputs, is read"
         )
-    scales = found.reshape(-1, 1).expand(outputs, 1).contiguous()
-    return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=inputs)
+    return name, _FLOATS, shape
 
 
 def _codes(words: Tensor) -> Tensor:
@@ -144,14 +156,39 @@ def _codes(words: Tensor) -> Tensor:
     return (words[..., None] >> torch.arange(0, 4 * _PACKED, 4, dtype=torch.int32)) & 15
 
 
-def check_orders(folder: Path, layout: QuantisedLayout) -> None:
-    """Raise ModelError if a matrix of GPTQ has its inputs in another order than that of groups. Reads no others."""
+def check_quantised(folder: Path, layout: QuantisedLayout, config: PretrainedConfig) -> None:
+    """Raise ModelError for tensors that `load_quantised` would not take, by headers and orders of inputs alone."""
     files = SafetensorsCheckpoint(folder)
-    for name in files.names() if layout.method == "gptq" else ():
-        if name.endswith(".qweight"):
-            inputs = files.stored(name).shape[0] * _PACKED
-            group = inputs if layout.group < 0 else layout.group
-            _check_order(files, layout, name.removesuffix(".qweight"), inputs, group)
+    with refused_as(f"{folder}: {UNFIT}"):
+        shapes, quantised = _parts(files, layout, config)
+        for name, shape in shapes.items():
+            if name.removesuffix(".weight") not in quantised:
+                _found(files, _named(files, text_name(name)), _FLOATS, shape)
+        for name, stem in quantised.items():
+            outputs, inputs = shapes[f"{name}.weight"]
+            if layout.method == "fp8":
+                _found(files, f"{stem}.weight", ("F8_E4M3",), (outputs, inputs))
+                _found(files, *_scale(files, layout, stem, outputs, inputs))
+                continue
+            for one in _packed(layout, stem, outputs, inputs):
+                _found(files, *one)
+            if layout.method == "gptq":
+                _check_order(files, layout, stem, inputs, inputs if layout.group < 0 else layout.group)
+
+
+def _parts(
+    files: SafetensorsCheckpoint, layout: QuantisedLayout, config: PretrainedConfig
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of all parameters, and of the quantised matrices how names of their tensors begin, by module."""
+    own, kind = generator_of(config)
+    with torch.device("meta"):
+        empty = kind(copy.deepcopy(own))
+    shapes = {name: tuple(part.shape) for name, part in empty.named_parameters()}
+    linears = [name for name, module in empty.named_modules() if type(module) is nn.Linear]
+    stems = {name: text_name(f"{name}.weight").removesuffix(".weight") for name in linears}
+    quantised = {name: stem for name, stem in stems.items() if _is_quantised(files, layout, stem)}
+    _check_names(files, layout, set(shapes), set(quantised.values()))
+    return shapes, quantised
 
 
 def _check_order(files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, inputs: int, group: int) -> None:
@@ -168,15 +205,25 @@ def _check_order(files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: st
 
 
 def _floats(files: SafetensorsCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-    if name == HEAD and name not in files:
-        name = EMBEDDING  # tied
-    return _tensor(files, name, _FLOATS, shape)
+    return _tensor(files, _named(files, name), _FLOATS, shape)
+
+
+def _named(files: SafetensorsCheckpoint, name: str) -> str:
+    return EMBEDDING if name == HEAD and name not in files else name  # tied
 
 
 def _tensor(
     files: SafetensorsCheckpoint, name: str, encodings: tuple[str, ...], shape: tuple[int, ...] | None
 ) -> Tensor:
     """A copy. Raises ModelError unless it is there, of one of these types, and of this shape if one is given."""
+    stored = _found(files, name, encodings, shape)
+    return torch.from_numpy(stored.data.copy()).view(_TYPES[stored.encoding]).reshape(stored.shape)
+
+
+def _found(
+    files: SafetensorsCheckpoint, name: str, encodings: tuple[str, ...], shape: tuple[int, ...] | None
+) -> StoredTensor:
+    """As `_tensor`, without reading it."""
     if name not in files:
         raise ModelError(f"{files.path}: no tensor {name}; the weights do not fit the configuration")
     stored = files.stored(name)
@@ -186,7 +233,6 @@ def _tensor(
             f"{stored.path}: {name} is {stored.encoding} of the shape {stored.shape}, the configuration asks for "
             f"{' or '.join(encodings)}{wanted}; the weights do not fit it"
         )
-    dtype = _TYPES[stored.encoding]
-    if stored.data.nbytes != int(np.prod(stored.shape)) * dtype.itemsize:
+    if stored.data.nbytes != int(np.prod(stored.shape)) * _TYPES[stored.encoding].itemsize:
         raise ModelError(f"{stored.path}: {name}: {stored.data.nbytes} bytes cannot hold {stored.shape}; copy it again")
-    return torch.from_numpy(stored.data.copy()).view(dtype).reshape(stored.shape)
+    return stored

@@ -47,7 +47,8 @@ def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
     if not (folder / "tokenizer.json").is_file():
         return None
     specification = read_json(folder / "tokenizer.json")
-    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    places = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]  # the latter comes first
+    config = {name: one for path in places if path.is_file() for name, one in read_json(path).items()}
     try:
         vocabulary = specification["model"]["vocab"]
         by_text = (

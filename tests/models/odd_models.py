@@ -124,6 +124,41 @@ def without_its_root(tensors: Tensors) -> None:
         tensors[name.removeprefix("model.")] = tensors.pop(name)
 
 
+def beside_others(tensors: Tensors) -> None:
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+
+
+def within_others(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.")]:
+        tensors[name.replace("model.", "model.language_model.", 1)] = tensors.pop(name)
+
+
+def as_a_part(family: str, change: Callable[[Tensors], Any], served_by: tuple[str, ...] = ALL) -> Odd:
+    return Odd(make=lambda folder: saved(folder, family, change), served_by=served_by, refusal="no kernel")
+
+
+def in_text_config(
+    folder: Path, family: str, kind: str, change: Callable[[Tensors], Any] | None = None, **more: Any
+) -> Any:
+    model = saved(folder, family, change)
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "text_config": json.loads(path.read_text()), **more}))
+    return model
+
+
+def overlapping(folder: Path) -> None:
+    saved(folder, "llama")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    places = sorted(one["data_offsets"] for name, one in header.items() if name != "__metadata__")
+    places[1][:] = places[0]
+    written = json.dumps(header).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + content[start:])
+
+
 def mixed(tensors: Tensors) -> None:
     types = (torch.float32, torch.bfloat16, torch.float16)
     for number, name in enumerate(sorted(tensors)):
@@ -265,6 +300,7 @@ EXTRA = (
     ("falcon-h1", "model.layers.1.mamba.E", r"mamba\.E"),
     ("gemma4 with inputs by layer", "model.strange_per_layer.weight", r"strange_per_layer"),
     ("deepseek2", "strange.weight", r"strange\.weight"),
+    ("gpt-oss", "model.layers.0.self_attn.strange", r"self_attn\.strange"),
     ("glm4moe", "model.layers.46.eh_proj.weight", r"layers\.46\.eh_proj"),  # of another model than this one of 2 layers
 )
 LACKING = (
@@ -272,6 +308,7 @@ LACKING = (
     ("falcon-h1", "model.layers.1.mamba.D"),
     ("gemma4", "model.layers.0.layer_scalar"),
     ("deepseek2", "model.layers.0.self_attn.kv_a_layernorm.weight"),
+    ("gpt-oss", "model.layers.1.self_attn.sinks"),
 )
 
 ODD: Mapping[str, Odd] = {
@@ -309,6 +346,11 @@ ODD: Mapping[str, Odd] = {
     # -- tensors
     "names of a model without its head": folder_of("llama", without_its_root),
     "names of a model without its head, and a head": folder_of("qwen2", without_its_root),
+    # transformers alone does not read them, but for classes that have other parts.
+    "names of a part of another model": as_a_part("llama", beside_others),
+    "names within a part of another model": as_a_part("qwen2", within_others),
+    "names of a part of another model, experts": as_a_part("mixtral", beside_others),
+    "names of a part of another model, latent": as_a_part("deepseek2", beside_others, served_by=("torch",)),
     "a layer of both names": folder_of(
         "llama",
         lambda own: own.update({"layers.1.mlp.up_proj.weight": noise(96, 64)}),
@@ -343,6 +385,13 @@ ODD: Mapping[str, Odd] = {
         {"num_nextn_predict_layers": 1},
         note=r"with 1 tensors \(model\.layers\.2\.\*\), are not loaded",
     ),
+    "a tensor of another type too many": folder_of(
+        "llama",
+        lambda own: own.update({"model.layers.0.self_attn.bias": torch.ones(4, 4, dtype=torch.bool)}),
+        served_by=(),
+        refusal=r"self_attn\.bias",
+    ),
+    "two tensors in one place": Odd(make=overlapping, served_by=(), refusal="is at bytes 0 to"),
     "frequencies of an old checkpoint": folder_of(
         "llama", lambda own: own.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     ),
@@ -355,6 +404,25 @@ ODD: Mapping[str, Odd] = {
     "biases": folder_of("llama with biases"),
     "heads of an unusual size": folder_from(configured("Llama", head_dim=48)),
     # -- the configuration
+    "all of it in a text_config": Odd(
+        make=lambda folder: in_text_config(folder, "llama", "llama"), served_by=(), refusal="text_config, and the type"
+    ),
+    "the text of a model that sees": Odd(
+        make=lambda folder: in_text_config(folder, "qwen35", "qwen3_5", within_others, vision_config={"depth": 1}),
+        served_by=("torch", "native"),
+        refusal="no kernel",
+        note="served as a model of text",
+    ),
+    "rotation by nothing": folder_of(
+        "llama",
+        None,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        served_by=(),
+        refusal="rope_theta is 0",
+    ),
+    "no positions": folder_of(
+        "llama", None, {"max_position_embeddings": 0}, served_by=(), refusal="max_position_embeddings is 0"
+    ),
     "a vocabulary of another size": folder_of(
         "llama", None, {"vocab_size": 300}, served_by=(), refusal=r"embed_tokens\.weight"
     ),
@@ -491,6 +559,15 @@ ODD: Mapping[str, Odd] = {
         },
     ),
     "GGUF, K/V heads one by one": gguf_of("qwen2", values={"qwen2.attention.head_count_kv": [2, 2]}),
+    "GGUF, K/V heads of one layer": gguf_of(
+        "qwen2",
+        values={"qwen2.attention.head_count_kv": [2]},
+        served_by=(),
+        refusal=r"head_count_kv is of 1 layers, the model has 2",
+    ),
+    "GGUF, a scaling that is not known, without a factor": gguf_of(
+        "llama", values={"llama.rope.scaling.type": "strange"}, served_by=(), refusal=r"scaling\.type is 'strange'"
+    ),
     "GGUF, layers with different K/V heads": gguf_of(
         "qwen2",
         values={"qwen2.attention.head_count_kv": [2, 4]},

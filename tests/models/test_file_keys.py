@@ -34,6 +34,7 @@ from tests.models.odd_models import configured, in_gptq_order, saved
 from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import tiny_model, write_gguf
+from tests.tiny_folder import tiny_tokenizer
 
 Changes = Mapping[str, Any]
 
@@ -186,6 +187,7 @@ _SLIDING = {**_BARE, "sliding_window": 3, "use_sliding_window": True, "max_windo
 _OLD_ROPE = {"rope_parameters": None}
 _THETA = {"rope_type": "default", "rope_theta": 5e4}
 CONFIG_CHANGES: Mapping[str, tuple[str, Changes, Any]] = {
+    "per_layer_config": ("gemma4", {}, {"1": {"head_dim": 8}}),
     "model_type": ("llama", {}, "qwen2"),
     "vocab_size": ("llama", {}, 300),
     "hidden_size": ("llama", {}, 32),
@@ -519,6 +521,28 @@ def test_a_folder_that_transformers_wrote_has_no_key_that_is_not_known(
 ) -> None:
     saved(tmp_path / "model", family)
     assert remarks(find_model(str(tmp_path / "model"), cache=cache)) == ()
+
+
+def test_an_index_of_the_one_file_of_weights_is_nothing_odd(tmp_path: Path, cache: Path) -> None:
+    """As mlx-lm writes it."""
+    saved(path := tmp_path / "model", "llama")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert remarks(find_model(str(path), cache=cache)) == ()
+
+
+def test_ends_of_a_turn_are_read_where_only_special_tokens_map_has_them(tmp_path: Path, cache: Path) -> None:
+    saved(path := tmp_path / "model", "llama", None, {"eos_token_id": None})
+    (path / "generation_config.json").unlink()
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    end = config.pop("eos_token")
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = find_model(str(path), cache=cache)
+    assert file_end_ids(found, path) == ()
+    (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": end}}))
+    assert file_end_ids(found, path) == (tokenizer.eos_token_id,)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,6 +26,7 @@ from tests.models.vocabularies import (
     NORMAL,
     PACKAGES,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     tokenizer_files,
     write_tokens,
@@ -102,6 +103,23 @@ def test_a_token_whose_text_ends_a_turn_is_found_as_a_whole_whatever_its_type(tm
     assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [0, 1]}
 
 
+def test_a_letter_that_pads_or_ends_a_turn_splits_no_word(tmp_path: Path) -> None:
+    """As in files that pad with `!`: llama.cpp finds such a token in no other way than by merges."""
+    letter = [text for text, _ in BYTES].index("b") + 1
+    write_tokens(
+        tmp_path / "m.gguf", [("</s>", NORMAL), *BYTES], {"padding_token_id": letter, "eos_token_id": letter - 1}
+    )
+    tokenizer = made(tmp_path / "m.gguf")
+    ids = tokenizer.encode("ab</s>b", add_special_tokens=False)
+    assert ids == [257, 0, letter]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "abb"
+    ends = json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text())
+    assert ends == {"eos_token_id": [letter - 1, 0]}
+    write_tokens(tmp_path / "m.gguf", BYTES, {"bos_token_id": letter - 1, "add_bos_token": True})
+    with pytest.raises(ModelError, match="adds a bos_token that is ordinary text"):
+        make_tokenizer(tmp_path / "m.gguf", tmp_path / "other")
+
+
 def test_a_file_as_ollama_writes_it_has_the_ends_that_it_lists(tmp_path: Path) -> None:
     values: dict[str, Any] = {"eos_token_id": 0, "eos_token_ids": [0, 3]}
     values |= {f"add_{name}_token": False for name in ("bos", "eos", "unknown", "padding")}
@@ -122,6 +140,7 @@ def test_a_file_as_ollama_writes_it_has_the_ends_that_it_lists(tmp_path: Path) -
         (BYTES, {"suppress_tokens": [1, 2]}, r"tokenizer\.ggml\.suppress_tokens: ids that are never sampled"),
         (BYTES, {"add_bos_token": "yes"}, r"add_bos_token is 'yes', not true or false"),
         (BYTES, {"kind": "t5"}, "is of the kind 't5'"),
+        (SENTENCEPIECE, {"kind": "llama"}, r"tokenizer\.ggml\.scores is not 266 numbers"),
     ],
 )
 def test_what_does_not_fit_the_header_is_refused_with_the_way_out(
@@ -187,6 +206,14 @@ def test_sentencepiece_puts_a_space_before_a_text_and_after_every_special_token(
     assert tokenizer.encode("[") == [1, bracket]  # without a key bos 1 is put before a text
     assert tokenizer.decode([bracket, vocab["a"]]) == "[a"
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
+
+
+def test_sentencepiece_takes_an_id_that_is_none_for_absent_and_merges_what_is_unused(tmp_path: Path) -> None:
+    tokens = [*SENTENCEPIECE, ("b", NORMAL), ("ab", UNUSED), ("<unused0>", UNUSED)]
+    values = {"scores": [*SCORES, -9.0, -0.5, 0.0], "bos_token_id": 2**32 - 1, "add_space_prefix": False}
+    tokenizer = made(write_tokens(tmp_path / "m.gguf", tokens, values, kind="llama"))
+    assert tokenizer.encode("ab") == [1, 267]
+    assert 268 not in tokenizer.encode("<unused0>")
 
 
 def test_sentencepiece_puts_no_space_anywhere_if_the_file_says_so(tmp_path: Path) -> None:

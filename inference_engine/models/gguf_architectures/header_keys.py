@@ -44,6 +44,9 @@ class Keys:
         key = self.key(name)
         value = self.header.values.get(key)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value):
+            whole, later = (self.header.number(self.key(own)) or 0 for own in ("block_count", "nextn_predict_layers"))
+            if len(value) not in (whole, whole - later):
+                raise self.refusal(f"{key} is of {len(value)} layers, the model has {whole}; get the file again")
             if np.any(value != value[0]):
                 raise self.refusal(
                     f"{key} is {value.min()} in some layers and {value.max()} in others; of this architecture only "
@@ -229,6 +232,10 @@ class Keys:
                 f"{start}{other[0]}: rotation scaled in this way cannot be served from GGUF; a folder of safetensors "
                 "can"
             )
+        if kind not in ("none", "linear", "yarn"):
+            raise self.refusal(
+                f"{self.key('rope.scaling.type')} is {kind!r}; only none, linear and yarn can be served from GGUF"
+            )
         is_scaled = kind != "none" and factor not in (None, 0.0, 1.0)
         if self.has("rope_freqs.weight"):
             if is_scaled:
@@ -247,16 +254,12 @@ class Keys:
             return {"rope_type": "default", "rope_theta": theta}
         if kind == "linear":
             return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
-        if kind == "yarn":
-            is_said = self.optional("rope.scaling.original_context_length")  # not 0, which is none, as in llama.cpp
-            positions = self.size("rope.scaling.original_context_length" if is_said else "context_length")
-            yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
-            if stretch is not None and stretch != 1.0:  # what llama.cpp multiplies YaRN's own with
-                yarn["attention_factor"] = stretch * (0.1 * math.log(factor or 1.0) + 1.0)
-            return {**yarn, "original_max_position_embeddings": positions}
-        raise self.refusal(
-            f"{self.key('rope.scaling.type')} is {kind!r}; only none, linear and yarn can be served from GGUF"
-        )
+        is_said = self.optional("rope.scaling.original_context_length")  # not 0, which is none, as in llama.cpp
+        positions = self.size("rope.scaling.original_context_length" if is_said else "context_length")
+        yarn = {"rope_type": "yarn", "rope_theta": theta, "factor": factor}
+        if stretch is not None and stretch != 1.0:  # what llama.cpp multiplies YaRN's own with
+            yarn["attention_factor"] = stretch * (0.1 * math.log(factor or 1.0) + 1.0)
+        return {**yarn, "original_max_position_embeddings": positions}
 
     def _llama3(self, theta: float, rotated: int) -> dict[str, Any]:
         """The rotation of which the file has only the divisor of each frequency."""
