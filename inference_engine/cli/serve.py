@@ -34,6 +34,7 @@ from inference_engine.config import (
 )
 from inference_engine.models import find_model, tokenizer_folder
 from inference_engine.models.mapped import MappedWeights
+from inference_engine.native.cores import usable_cores
 from inference_engine.server.address import cannot_bind, refuse_open_doors, resolve_bind
 from inference_engine.server.metrics_port import read_token, refuse_open_metrics
 from inference_engine.server.trace_export import check_exporter, exported
@@ -85,7 +86,7 @@ def _serve(args: argparse.Namespace, model: ModelConfig, engine_config: EngineCo
     if misspelled := misspelled_variables():
         logger.warning("no settings, and without effect: %s", ", ".join(misspelled))
     # Cheap checks first, before libraries and weights are loaded.
-    process.need_threads(_THREADS + (os.cpu_count() or 1))
+    process.need_threads(_THREADS + usable_cores())
     check_exporter(server.trace_endpoint)
     found = find_model(model.model, cache=model.cache_path)
     if model.cache_path == NO_CACHE:
