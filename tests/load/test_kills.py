@@ -23,7 +23,7 @@ from tests.load.kills import (
     nurseries,
 )
 
-KILLS, PIPED_KILLS = 6, 45
+KILLS, PIPED_KILLS = 6, 90
 
 
 @pytest.fixture(params=[Agents, NodeAgents], ids=["python", "typescript"])
