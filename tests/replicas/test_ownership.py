@@ -145,7 +145,7 @@ async def test_a_server_that_was_taken_for_dead_tells_nothing_stale_and_goes_on_
                     assert info.history_length == len(HISTORY) + 3
             assert (await refused(read_rest(stream, into=frames))).reason == ELSEWHERE
             # It has its model still, and new sessions; those that no other server took come back.
-            await until(lambda: not one.is_away)
+            await until(lambda: not one.journal.is_away)
             assert await client.length(idle) == len(HISTORY)
             assert await client.append(idle, [1]) == len(HISTORY) + 1
             assert await client.length(await client.open()) == len(HISTORY)
