@@ -127,7 +127,9 @@ class StepGraphs:
         """
         self._seam, self._geometry, self._attention, self._listed = seam, geometry, attention, listed
         self._device = pool.memory.device
-        self._attend_chunks = attend_chunks
+        # Its views of a pool are the same for all layers.
+        is_even = len({len(buffer.keys) for buffer in pool.buffers}) == 1
+        self._attend_chunks = attend_chunks if is_even else None
         self._memory, self._ends, self._followers = memory, ends, followers
         self._taps = {(), tap_layers}
         # Of kinds met while serving; None: it cannot be recorded.
@@ -143,7 +145,9 @@ class StepGraphs:
         self._has_views = has_long_reads
         if has_long_reads:
             kinds += [
-                RecordedKind(size, (), has_chunks=True, views=Views.ALONE, chunks=CHUNKS[0] if attend_chunks else 0)
+                RecordedKind(
+                    size, (), has_chunks=True, views=Views.ALONE, chunks=CHUNKS[0] if self._attend_chunks else 0
+                )
                 for size in reversed(SIZES)
                 if size >= LEAST_LONG
             ]

@@ -39,7 +39,8 @@ from inference_engine.models.quantised_linear import QuantisedLinear
 from inference_engine.models.seam import Seam
 from inference_engine.types import Mode, ModelFacts
 
-_SEGMENTS_AT_ONCE = 4  # of appended tokens, where a step has to read offloaded or restored entries
+# Of appended tokens, where a step reads offloaded or restored entries, or the model has a window of its own.
+_SEGMENTS_AT_ONCE = 4
 _SEGMENTS_IN_A_CHUNK = 16  # of restored ones
 # Estimates: how long the host takes at most to launch a layer that is not recorded, and how much a GPU multiplies.
 _LAUNCHING_SECONDS, _PRODUCTS_A_SECOND = 4e-4, 4e14
@@ -300,7 +301,7 @@ class TorchForward:
         is_plain = is_of_each and draws.are_largest
         has_masks = not is_plain and draws.have_masks
         if graphs is not None and is_of_each and not has_masks:  # which can run it, as `can_launch` said
-            rows = draws.keyed(self._facts.vocab_size, self._device) if self._is_whole and not is_plain else None
+            rows = self._keyed(draws, self._facts.vocab_size) if self._is_whole and not is_plain else None
             if is_plain or rows is not None:
                 return self._launch_drawn(step, draws, rows, graphs, fed)
         result = self._compute(step, fed)
@@ -308,7 +309,7 @@ class TorchForward:
 
         def draw() -> Drawing:
             with torch.inference_mode():
-                rows = draws.keyed(result.logits.shape[1], self._device) if has_masks and is_of_each else None
+                rows = self._keyed(draws, result.logits.shape[1]) if has_masks and is_of_each else None
                 if rows is not None:
                     return self._draw_allowed(result.logits, draws, rows)
                 drawing = start_drawing(result.logits, draws, self._ops.noise_of_all)
@@ -316,6 +317,10 @@ class TorchForward:
             return drawing
 
         return _Launched(result, draw, waits=has_masks)
+
+    def _keyed(self, draws: Draws, vocab: int) -> KeyedRows | None:
+        # Whether all draws of a step are keyed depends on other sessions.
+        return draws.keyed(vocab, self._device, cuts=self._facts.mode is Mode.BATCHED)
 
     def _launch_drawn(
         self, step: Step, draws: Draws, rows: KeyedRows | None, graphs: StepGraphs, fed: Tensor | None

@@ -99,7 +99,7 @@ class LongAttention(ABC):
 
     name: ClassVar[str]
     # From how much work of a chunk in a layer on, its queries by their entries by the numbers of a query, it is faster
-    # than the operation over regions, though the host launches it between graphs. None: never.
+    # than the operation over regions, where the host launches it between graphs. None: never.
     least_work: ClassVar[int | None] = None
 
     def __init__(self) -> None:
@@ -291,15 +291,22 @@ def fault_of(
 
 
 def fault_of_chunks(found: LongAttention, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str:
-    """As `fault_of`, of two chunks within one step: the second lies at a pool's end, its heads at another distance."""
+    """As `fault_of`, of two chunks within one step: the second lies at a pool's end, its heads at another distance.
+
+    What lies behind their entries is another session's, and is no number here: an operation that loads whole tiles
+    multiplies it with zeros, and gives none either.
+    """
     assert found.chunks is not None
     heads, kv_heads, dim = shape
     generator, scaling = torch.Generator(device).manual_seed(1), dim**-0.5
     vectors, rows, longest = 300_000, 288, 9000
-    pool = torch.randn((vectors, 2 * dim), generator=generator, device=device, dtype=dtype)
+    pool = torch.full((vectors, 2 * dim), torch.nan, device=device, dtype=dtype)
     keys, values = pool[:, :dim], pool[:, dim:]
     queries = torch.randn((rows, heads, dim), generator=generator, device=device, dtype=dtype)
-    table = [[3, 132, 70_001, 1500, 1401], [133, 281, vectors - kv_heads * longest, longest, longest]]
+    table = [[3, 132, 70_001, 1500, 1401], [133, 281, vectors - kv_heads * longest, longest, longest - 50]]
+    for _, _, start, apart, used in table:
+        for begin in range(start, start + kv_heads * apart, apart):
+            pool[begin : begin + used].normal_(generator=generator)
     try:
         chunks = found.chunks(torch.tensor([table], device=device), rows, (kv_heads,), vectors, longest)
         out = chunks.attend(0, queries, keys, values, scaling)

@@ -165,14 +165,16 @@ class Draws(Sequence[Draw]):
         """As `are_largest`, of the logits that masks allow, where there are masks."""
         return self._are_greedy_but_for_masks and self._has_rows_in_order
 
-    def keyed(self, vocab: int, device: torch.device) -> KeyedRows | None:
+    def keyed(self, vocab: int, device: torch.device, *, cuts: bool = True) -> KeyedRows | None:
         """What draws all of them from one row each, the rows being those of the logits in their order. None: by a
-        top_k, with a look at tokens before, or with log-probabilities."""
+        top_k, with a look at tokens before, or with log-probabilities. cuts: by a top_p, too, whose sum is another in
+        its last bits than that of draws that are not `keyed`."""
         if vocab not in self._keyed:
             can = len(self._draws) > 0 and self._has_rows_in_order
             can = can and all(each.sampler.is_unweighted and not each.needs_logprob for each in self._draws)
             samplings = [each.sampler.sampling for each in self._draws]
-            can = can and not any(0 < each.top_k < vocab and not each.is_greedy for each in samplings)
+            own = [each for each in samplings if not each.is_greedy]
+            can = can and not any(0 < each.top_k < vocab or (each.top_p < 1 and not cuts) for each in own)
             self._keyed[vocab] = _Keyed(self._draws, device) if can else None
         rows = self._keyed[vocab]
         return None if rows is None else rows.at(self._ahead)

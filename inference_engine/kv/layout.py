@@ -4,10 +4,10 @@
     position   0 1 2 3 | 4 … 7 | 8 … 15 | 16 … 21
     sees       ■ ■ ■ ■ |       | ■ ■ ■ ■ | ■ ■ ■ ■
 
-The first `sink` positions keep their slots. The others use a ring buffer that holds the window and one segment. A query
-at i sees sink ∪ [b(i) − window, i], where b(i) is the start of its segment. That is a function of positions alone, so
-it does not matter in how many calls the tokens came. Entries are evicted when the history reaches a segment boundary,
-never in between.
+The first `sink` positions keep their slots. The others use a ring buffer that holds the window and a step of one
+segment or several. A query at i sees sink ∪ [b(i) − window, i], where b(i) is the start of its segment. That is a
+function of positions alone, so it does not matter in how many calls the tokens came. Entries are evicted when the
+history reaches a segment boundary, never in between.
 
 The distance to the sink is capped (Xiao et al., StreamingLLM, arXiv 2309.17453, section 3.2): sink keys are
 rotated to the positions right before the oldest entry of the window. All queries of a segment see them there, so the
@@ -110,7 +110,8 @@ class LayerRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierLayout:
-    """What a layer has beside its resident entries. By default nothing: no entry of it lies in the second tier.
+    """What a layer has beside its resident entries, and how long its steps are. By default nothing: no entry of it lies
+    in the second tier, and a step ends with its segment.
 
     blocks: blocks of `block` entries in the longest history; their summaries stay on the device.
     step: a step of appended tokens ends at a multiple of it at the latest.

@@ -529,9 +529,10 @@ class SessionKV:
     def room(self, *, generated: bool = True) -> int:
         """Positions that can be staged in one step, within the limit; generated: the model generated some of them.
 
-        If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment;
-        if entries are offloaded, at the end of as many as appended tokens may take at once. Otherwise segments do not
-        limit it. Appended tokens may go on behind that end where old entries are restored for each step.
+        If entries are evicted, or generated tokens read selected blocks, a step ends at the end of the open segment; if
+        entries are offloaded, or by a window of the model's own, at the end of as many as appended tokens may take.
+        Otherwise segments do not limit it. Appended tokens may go on behind that end where old entries are restored for
+        each step.
         """
         at = self.length if self._replayed is None else self._replayed  # `next_position`
         step = self._steps[generated]

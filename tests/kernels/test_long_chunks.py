@@ -6,6 +6,7 @@ import logging
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,14 @@ from inference_engine.kernels.attention import CausalAttention, attend_causal
 from inference_engine.kernels.flash3 import FlashChunks
 from inference_engine.kernels.merge import attend_causal_state, attend_state
 from inference_engine.kernels.ops import open_ops
-from inference_engine.kernels.prefill_attention import Flash3, LongAttention, LongChunks, fault_of, open_long_chunks
+from inference_engine.kernels.prefill_attention import (
+    Flash3,
+    LongAttention,
+    LongChunks,
+    fault_of,
+    fault_of_chunks,
+    open_long_chunks,
+)
 from tests.kernels.own_process import run_with_triton
 from tests.kernels.poisoned import poison
 from tests.kernels.test_attention import TOLERANCES, causal_mask, states
@@ -351,3 +359,22 @@ def test_chunks_of_a_step_read_their_entries_wherever_these_lie(vectors: int, mo
         found = chunks.attend(layer, queries, keys, values, 0.3)
         assert found.is_contiguous()
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_an_operation_that_lets_through_what_lies_behind_a_sessions_entries_is_found(
+    leaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(queries: Tensor, keys: Tensor, values: Tensor, **numbers: Any) -> tuple[Tensor, ...]:
+        out, rest = fake_forward(queries, keys, values, **numbers)
+        edges, views, uptos = (numbers[name].tolist() for name in ("cu_seqlens_q", "kv_batch_idx", "seqused_k"))
+        for first, end, view, upto in zip(edges, edges[1:], views, uptos, strict=False):
+            if leaks and upto:  # a tile's rest by probabilities of zero
+                out[first:end] += (0 * values[view, upto : upto + 16, 0]).sum(dim=0)
+        return out, rest
+
+    module = ModuleType("fa3_fwd_interface")
+    module.fa3_fwd_cuda = SimpleNamespace(fwd=forward)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    fault = fault_of_chunks(Flash3(), torch.device("cpu"), torch.float32, (4, 2, 8))
+    assert ("nan" in fault) == leaks and bool(fault) == leaks, fault

@@ -30,7 +30,7 @@ from inference_engine.kernels.triton.dependent_launch import chained
 from inference_engine.kernels.triton.line import in_line
 from inference_engine.kernels.triton.tiles import shared_bytes
 
-# Programs, if no run were rounded up: one for each processor of a large GPU where there is one query, else two.
+# Programs, if no run were rounded up: one for each processor of a large GPU where there is one narrow query, else two.
 _PROGRAMS_OF_ONE, _PROGRAMS = 128, 256
 _TILE, _WIDE_TILE = SelectionTile(64, 2**14, 4, 4), SelectionTile(64, 2**15, 4, 3)
 _MERGED, _MERGED_OF_MANY = 32, 128  # channels that a program merges
