@@ -226,7 +226,8 @@ class TextAutomaton:
         ids, at = self._spell()
         if ids:
             self._mask.fill(0)
-            self._bytes[ids[at] >> 3] = 1 << (ids[at] & 7)
+            if ids[at] not in self._ends:
+                self._bytes[ids[at] >> 3] = 1 << (ids[at] & 7)
             return self._mask
         self._matcher.unsafe_compute_mask_ptr(*self._at)
         for end in self._ends:

@@ -164,9 +164,8 @@ class Constraints:
         if automaton.is_over or automaton.broken or not automaton.mask().any():
             reason = f": {automaton.broken}" if automaton.broken else ""
             raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it{reason}")
-        for token_id in automaton.forced():  # to the first place that leaves something open
-            automaton.consume(token_id)
-        if not automaton.is_over:
+        # To the first place that leaves something open, or as far as is known at once.
+        if all(map(automaton.consume, automaton.forced())) and not automaton.is_over:
             automaton.mask()
         if automaton.broken:
             raise InvalidConstraint(
