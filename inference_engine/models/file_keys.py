@@ -24,7 +24,7 @@ _KV_HEADS = (
 )
 _ROTATED = (
     "the numbers of a head that are rotated; absent: all. `glm4moe`, `qwen3next`, `qwen35`, `qwen35moe`: or a part; "
-    "`deepseek2`, `minicpm3`: required; others refuse a part"
+    "`deepseek2`, `minicpm3`: required; `nemotron_h`: no effect; others refuse a part"
 )
 _WINDOWS = (
     "`gemma2`: absent 4,096; `gemma3`: absent or 0 none; `gemma4`, `gpt-oss`: required; `llama`: as Mistral's, "
@@ -413,7 +413,7 @@ TOKENIZER_CONFIG_KEYS = _keys(
     (
         "bos_token eos_token eot_token eom_token pad_token",
         HONOURED,
-        "ids that are compared with the model's rows; absent: as `special_tokens_map.json` has them",
+        "compared with the model's rows; without `added_tokens_decoder` special_tokens_map.json's. Ends are both's",
     ),
     ("auto_map", NO_EFFECT, "code of the folder is never run"),
     ("model_max_length", NO_EFFECT, "the length of a session is the model's"),

@@ -102,6 +102,11 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     check_made_tokenizer(header, folder)
 
 
+def _merged(merges: Sequence[tuple[str, str]]) -> set[str]:
+    """What merges take and make: a vocabulary has it, whatever its type says."""
+    return {text for first, second in merges for text in (first, second, first + second)}
+
+
 def _byte_level(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -118,7 +123,7 @@ def _byte_level(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
         raise ModelError(f"{header.path}: its tokenizer cannot be read: no tokenizer.ggml.merges; {REMEDY}")
     spelling = bytes_to_unicode()
     alphabet = {*spelling.values()}
-    wholes, merged = vocabulary.wholes(), {first + second for first, second in merges}
+    wholes, merged = vocabulary.wholes(), _merged(merges)
     types = vocabulary.types
     vocab = {
         text: at
@@ -164,7 +169,7 @@ def _sentencepiece(header: GgufHeader, vocabulary: GgufVocabulary) -> Any:
         # Bytes and tokens that are found as a whole are no result of a merge, and none's part.
         apart = {text for text, at in vocab.items() if at in wholes or types[at] == TokenType.BYTE}
         merges = generate_merges(vocab, dict(zip(vocab, order, strict=True)), apart)
-    merged = {first + second for first, second in merges}
+    merged = _merged(merges)
     vocab = {text: at for text, at in vocab.items() if types[at] != TokenType.UNUSED or at in wholes or text in merged}
     unknown = vocabulary.named.get("unk_token")
     tokenizer = Tokenizer(

@@ -32,14 +32,12 @@ SPECIAL_TOKENS = ("bos_token", *_ENDS, "unk_token", "pad_token", "sep_token", "c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerIds:
-    """highest: the largest id of all tokens. named: ids by the names that tokenizer_config.json gives them."""
+    """highest: the largest id of all tokens. named: ids by the names that they have in chat templates. ends: of a turn,
+    wherever a file names them."""
 
     highest: int
     named: Mapping[str, int]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.named[name] for name in _ENDS if name in self.named))
+    ends: tuple[int, ...]
 
 
 def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
@@ -47,17 +45,24 @@ def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
     if not (folder / "tokenizer.json").is_file():
         return None
     specification = read_json(folder / "tokenizer.json")
-    places = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]  # the latter comes first
-    config = {name: one for path in places if path.is_file() for name, one in read_json(path).items()}
+    places = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    config, others = (read_json(path) if path.is_file() else {} for path in places)
+    # As transformers has it: without tokens of its own a configuration is an old one, and the map's names count.
+    called = config if "added_tokens_decoder" in config else {**config, **others}
     try:
         vocabulary = specification["model"]["vocab"]
         by_text = (
             dict(vocabulary) if isinstance(vocabulary, dict) else {text: at for at, (text, *_) in enumerate(vocabulary)}
         )
         by_text |= {token["content"]: token["id"] for token in specification.get("added_tokens") or ()}
-        texts = {name: text_of(config.get(name)) for name in SPECIAL_TOKENS}
+        texts = {name: text_of(called.get(name)) for name in SPECIAL_TOKENS}
         named = {name: int(by_text[text]) for name, text in texts.items() if text in by_text}
-        return TokenizerIds(highest=max(map(int, by_text.values()), default=0), named=named)
+        ends = [text_of(said.get(name)) for said in (called, config, others) for name in _ENDS]
+        return TokenizerIds(
+            highest=max(map(int, by_text.values()), default=0),
+            named=named,
+            ends=tuple(dict.fromkeys(int(by_text[text]) for text in ends if text in by_text)),
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
             f"{folder / 'tokenizer.json'}: not what the tokenizers library writes: {type(error).__name__}: {error}"

@@ -380,6 +380,7 @@ def _nemotron_h(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": [config.num_key_value_heads * (kind == _FULL) for kind in config.layer_types],
         "feed_forward_length": [config.intermediate_size * (kind == "mlp") for kind in config.layer_types],
         "rope.scaling.finetuned": False,
+        "rope.dimension_count": config.head_dim // 2,  # hidden numbers by heads, which are no head's here
     }
 
 

@@ -28,7 +28,7 @@ from inference_engine.models.file_keys import (
 )
 from inference_engine.models.layer_types import check_config
 from inference_engine.models.quantised_layout import layout_in
-from inference_engine.models.tokenizer_ids import file_end_ids
+from inference_engine.models.tokenizer_ids import file_end_ids, read_tokenizer_ids
 from tests.further import further_test
 from tests.models.odd_models import configured, in_gptq_order, saved
 from tests.models.test_quantised_checkpoints import AWQ, BLOCKS, COMPRESSED, GPTQ
@@ -543,6 +543,15 @@ def test_ends_of_a_turn_are_read_where_only_special_tokens_map_has_them(tmp_path
     assert file_end_ids(found, path) == ()
     (path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": end}}))
     assert file_end_ids(found, path) == (tokenizer.eos_token_id,)
+    other = next(text for text, at in tokenizer.get_vocab().items() if at != tokenizer.eos_token_id)
+    both = (tokenizer.eos_token_id, tokenizer.get_vocab()[other])
+    for own, called in ([], end), (["added_tokens_decoder"], other):  # which of them templates call so
+        (path / "tokenizer_config.json").write_text(
+            json.dumps({**config, **{key: {} for key in own}, "eos_token": other})
+        )
+        assert set(file_end_ids(found, path)) == {*both}
+        ids = read_tokenizer_ids(path)
+        assert ids is not None and ids.named["eos_token"] == tokenizer.get_vocab()[called]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -208,8 +208,11 @@ def test_sentencepiece_puts_a_space_before_a_text_and_after_every_special_token(
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (1, 2, 0)
 
 
-def test_sentencepiece_takes_an_id_that_is_none_for_absent_and_merges_what_is_unused(tmp_path: Path) -> None:
-    tokens = [*SENTENCEPIECE, ("b", NORMAL), ("ab", UNUSED), ("<unused0>", UNUSED)]
+@pytest.mark.parametrize(("part", "whole"), [(NORMAL, UNUSED), (UNUSED, NORMAL)])
+def test_sentencepiece_takes_an_id_that_is_none_for_absent_and_merges_what_is_unused(
+    part: int, whole: int, tmp_path: Path
+) -> None:
+    tokens = [*SENTENCEPIECE, ("b", part), ("ab", whole), ("<unused0>", UNUSED)]
     values = {"scores": [*SCORES, -9.0, -0.5, 0.0], "bos_token_id": 2**32 - 1, "add_space_prefix": False}
     tokenizer = made(write_tokens(tmp_path / "m.gguf", tokens, values, kind="llama"))
     assert tokenizer.encode("ab") == [1, 267]

@@ -149,24 +149,15 @@ class Keys:
             "pad_token_id": named_id(header, "pad_token"),
         }
 
-    def common(self, *, rotates_part: bool = False, hybrid: bool = False) -> dict[str, Any]:
+    def common(self, *, rotates: bool = True, rotates_part: bool = False, hybrid: bool = False) -> dict[str, Any]:
         """Of models whose layers with attention all have the same heads.
 
-        rotates_part: there are models that rotate a part of each head. hybrid: layers without KV heads have no
-        attention, and those without inner numbers no product.
+        rotates: does any layer? rotates_part: there are models that rotate a part of each head. hybrid: layers without
+        KV heads have no attention, and those without inner numbers no product.
         """
         sizes = self.sizes()
         heads = sizes["num_attention_heads"]
         dim = self.head_dim(sizes)
-        rotated = self.size("rope.dimension_count", dim)
-        if rotated > dim or (rotated != dim and not rotates_part):
-            raise self.refusal(
-                f"{rotated} of the {dim} numbers of a head are rotated; only models that rotate all of them can be "
-                "served from GGUF"
-            )
-        rotation = self.rotation(rotated)
-        if rotated != dim:
-            rotation["partial_rotary_factor"] = rotated / dim
         return {
             **sizes,
             "intermediate_size": self._of_some("feed_forward_length")
@@ -176,8 +167,20 @@ class Keys:
             if hybrid
             else self.size("attention.head_count_kv", heads),
             "head_dim": dim,
-            "rope_parameters": rotation,
+            **({"rope_parameters": self._rotation_of(dim, rotates_part)} if rotates else {}),
         }
+
+    def _rotation_of(self, dim: int, rotates_part: bool) -> dict[str, Any]:
+        rotated = self.size("rope.dimension_count", dim)
+        if rotated > dim or (rotated != dim and not rotates_part):
+            raise self.refusal(
+                f"{rotated} of the {dim} numbers of a head are rotated; only models that rotate all of them can be "
+                "served from GGUF"
+            )
+        rotation = self.rotation(rotated)
+        if rotated != dim:
+            rotation["partial_rotary_factor"] = rotated / dim
+        return rotation
 
     def head_dim(self, sizes: dict[str, Any]) -> int:
         """Numbers of a head, of keys as of values."""

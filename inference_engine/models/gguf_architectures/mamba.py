@@ -158,14 +158,16 @@ def _falcon_h1_layout(_config: Config) -> TensorLayout:
 
 
 def _nemotron_h(keys: Keys) -> dict[str, Any]:
-    common, mixer = keys.common(hybrid=True), _mixer(keys)
-    attends, inner = (keys.of_layers(name) for name in ("attention.head_count_kv", "feed_forward_length"))
-    if attends is None or inner is None:
-        raise keys.refusal(f"no {keys.key('attention.head_count_kv')}, by layer; get the file again")
+    # No layer rotates, whatever the header says of it: converters write the numbers of a head as others have them.
+    common, mixer = keys.common(rotates=False, hybrid=True), _mixer(keys)
+    by_layer = {name: keys.of_layers(name) for name in ("attention.head_count_kv", "feed_forward_length")}
+    for name, found in by_layer.items():
+        if found is None:
+            raise keys.refusal(f"no {keys.key(name)}, by layer; get the file again")
+    attends, inner = (found or [] for found in by_layer.values())
     kinds = [(count > 0) + 2 * (size > 0) for count, size in zip(attends, inner, strict=True)]
     if 3 in kinds:
         raise keys.refusal(f"layer {kinds.index(3)} has heads and a product; of this architecture a layer has one")
-    del common["rope_parameters"]  # no layer rotates
     return {
         **common,
         "model_type": "nemotron_h",

@@ -2,7 +2,7 @@
 
     tokenizer.json              vocabulary, merges, added tokens, how text is cut
     tokenizer_config.json       which tokens end, begin and fill a text; further added tokens; the template
-    special_tokens_map.json     the same names, where the former has none
+    special_tokens_map.json     the same names; counts where the former has no added_tokens_decoder
     config.json                 the ids that end a text, where neither names a token
 
 A template is a program of the model's author: it runs in jinja's sandbox, over plain values.
@@ -53,7 +53,9 @@ class FolderTokenizer:
             raise ValueError(f"{_FILE}: {error}") from error
         backend.no_truncation()
         backend.no_padding()
-        config = {**_object(folder / "special_tokens_map.json"), **_object(folder / "tokenizer_config.json")}
+        config = _object(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # an old one: then transformers has the names of the map
+            config |= _object(folder / "special_tokens_map.json")
         _add_tokens(backend, config.get("added_tokens_decoder"))
         named = {name: text for name, value in _named(config) if (text := _text(value)) is not None}
         ends = _object(folder / "config.json").get("eos_token_id")
