@@ -46,9 +46,10 @@ class Ask(NamedTuple):
     budget_at: str = ""  # the field that says so
 
 
-def as_chat(messages: Sequence[Json], *, is_whole: bool = True) -> list[Json]:
+def as_chat(messages: Sequence[Json], *, is_whole: bool = True, param: str = "messages") -> list[Json]:
     """Messages of chat completions as templates take them; reasoning is theirs to show or leave out. Raises
     InvalidMessages, and Refused for a result without a call before it. is_whole: they follow no answer that is kept.
+    param: the field that has them.
     """
     own = [(one.get("role") == "assistant" and one.get("reasoning_content")) or "" for one in messages]
     said = [
@@ -64,7 +65,9 @@ def as_chat(messages: Sequence[Json], *, is_whole: bool = True) -> list[Json]:
     for one in shown if is_whole else ():
         called |= {call["id"] for call in one.get("tool_calls", ())}
         if one["role"] == "tool" and one["tool_call_id"] not in called:
-            raise Refused(f"have results of calls that none before makes: {one['tool_call_id']!r}", param="messages")
+            raise Refused(
+                f"{one['tool_call_id']!r} is the result of a tool call that no earlier one makes", param=param
+            )
     return [{**one, **({"reasoning_content": of} if of else {})} for one, of in zip(shown, own, strict=True)]
 
 

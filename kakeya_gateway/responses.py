@@ -115,7 +115,7 @@ class Request(Sampled):
         name = None if after is None else after.removeprefix(ID)
         asked = (), tools, choice, self.parallel_tool_calls, name, self.store
         budget: Json = {"budget": BUDGETS[self.reasoning.effort], "budget_at": "reasoning.effort"}
-        whole = as_chat(messages, is_whole=after is None)
+        whole = as_chat(messages, is_whole=after is None, param="input")
         return Ask(self.model, whole, self.max_output_tokens, options, *asked, **budget)
 
     def _go_on_from(self, answer: Answer) -> None:

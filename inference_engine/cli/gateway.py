@@ -6,6 +6,7 @@ A process of its own, over the SDK. Standard output gets one line, once clients 
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kakeya import AsyncClient, ServerInfo
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+logger = logging.getLogger(__name__)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -89,7 +92,10 @@ def run(args: argparse.Namespace) -> int:
         bound = Address(host=host, port=port, is_loopback=address.is_loopback)
         scheme = "https" if args.tls_cert_file else "http"
         process.end_if_stopped()
-        process.announce_aside(f"ready at {scheme}://{bound}: the sessions of {args.target}", lambda _: None)
+        process.announce_aside(
+            f"ready at {scheme}://{bound}: the sessions of {args.target}",
+            lambda failed: logger.info("the ready line cannot be written to standard output: %s", failed.strerror),
+        )
         serve(
             app,
             listening,

@@ -2,7 +2,7 @@
 
 Both have random weights of the same shape in the same dtype, take token ids and give token ids, greedily. vLLM runs in
 a process of its own, under the Python that `--vllm` names (a script that sets its path will do), with its defaults but
-for the cache, which has as many bytes as ours, and the batches that graphs are recorded for. A step of vLLM is the
+for the cache, which has as many bytes as ours. A step of vLLM is the
 difference between two `generate` of prompts in its prefix cache, a step of ours the time between tokens. vLLM is given
 all ids at each call, this engine the new ones: that is what the two interfaces are.
 
@@ -216,7 +216,7 @@ class Theirs:
 
 
 @contextmanager
-def vllm_of(arguments: argparse.Namespace, longest: int, sessions: Sequence[int]) -> Iterator[Theirs]:
+def vllm_of(arguments: argparse.Namespace, longest: int) -> Iterator[Theirs]:
     """Raises BackendError if it does not start."""
     script = str(Path(__file__).with_name("vllm_side.py"))
     with tempfile.TemporaryDirectory() as folder, arguments.log.open("w", encoding="utf-8") as log:
@@ -232,7 +232,6 @@ def vllm_of(arguments: argparse.Namespace, longest: int, sessions: Sequence[int]
             "enable_prefix_caching": True,
             "gpu_memory_utilization": 0.5,  # is checked even where the cache has a size
             "kv_cache_memory_bytes": arguments.kv_bytes,
-            "compilation_config": {"cudagraph_capture_sizes": sorted({1, 2, 4, *sessions})},
         }
         if arguments.weights == "fp8":
             settings["quantization"] = "fp8"
@@ -378,7 +377,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     most = max((len(cell.lengths) for cell in cells), default=1)
     room = [0]
     with ExitStack() as stack:
-        theirs = stack.enter_context(vllm_of(arguments, longest, [len(cell.lengths) for cell in cells]))
+        theirs = stack.enter_context(vllm_of(arguments, longest))
         config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain", weights=arguments.weights)
         forward = made_forward(arguments.shape, config, positions=longest)
         settings = EngineConfig(

@@ -49,6 +49,7 @@ class Side:
             "tokens of a step": config.scheduler_config.max_num_batched_tokens,
             "async scheduling": config.scheduler_config.async_scheduling,
             "graphs": str(config.compilation_config.cudagraph_mode),
+            "graphs up to, tokens": max(config.compilation_config.cudagraph_capture_sizes or [0]),
             "block": config.cache_config.block_size,
         }
         self._histories: list[list[int]] = []

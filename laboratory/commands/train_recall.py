@@ -73,10 +73,14 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU here; a GPU takes minutes, --device cpu hours")
     most = args.most or POSITIONS
+    if most > POSITIONS:
+        raise ConfigError(f"--most {most}: the model has {POSITIONS} positions")
+    # The first stage that is too long is as long as it may be, and the last.
+    kept = [*(stage for stage in STAGES if stage.length < most), next(each for each in STAGES if each.length >= most)]
     stages = [
         replace(stage, length=length, rows=max(1, min(stage.rows, args.batch // length)))
-        for stage in STAGES
-        if (length := min(stage.length, most)) == stage.length or stage is STAGES[0]
+        for stage in kept
+        for length in [min(stage.length, most)]
     ]
     tokenizer = train_tokenizer(VOCABULARY)
     text = RecallText(tokenizer, positions=POSITIONS)

@@ -182,7 +182,7 @@ def test_a_call_that_is_cut_is_not_made_and_results_of_other_calls_are_refused(h
         json={"model": "tiny", "messages": [QUESTION, made["message"], other], "tools": tools},
     )
     assert refused.status_code == 400
-    assert "results" in refused.json()["error"]["message"]
+    assert "is the result of" in refused.json()["error"]["message"]
     body = {"model": "tiny", "messages": [QUESTION], "response_format": {"type": "json_object"}, **asked}
     both = http.post("/v1/chat/completions", json=body)
     assert both.status_code == 400

@@ -29,7 +29,7 @@ class LLM:
         self.llm_engine = Names(
             vllm_config=Names(
                 scheduler_config=Names(max_num_batched_tokens=64, async_scheduling=True),
-                compilation_config=Names(cudagraph_mode="FULL"),
+                compilation_config=Names(cudagraph_mode="FULL", cudagraph_capture_sizes=[1, 2]),
                 cache_config=Names(block_size=16),
             ),
             add_request=lambda name, prompt, params: self.running.update({name: params.max_tokens}),
