@@ -90,7 +90,7 @@ class NullEngine(Engine):
     def __init__(self) -> None:
         self.metrics = EngineMetrics()
         self.tracing = Tracing()
-        self._journal = MemoryJournal()
+        self.journal = MemoryJournal()
         self._lengths: dict[str, int] = {}
         self._ids = itertools.count()
         self._strategy = make_strategy("full")

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from kakeya.v1 import runtime_pb2 as pb
 from tests.further import further_test
-from tests.processes import Process, ending, started
+from tests.processes import ROOT, Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, Details, read_rest, refused
 
 PROGRAM = Path(__file__).with_name("serve_scripted.py")
@@ -132,8 +132,8 @@ def first_of_a_container() -> Iterator[tuple[subprocess.Popen[str], int, str]]:
     own = ("unshare", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child")
     if shutil.which(own[0]) is None or subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no process may be the first of a namespace here")
-    command = [*own, sys.executable, str(PROGRAM), "127.0.0.1:0", "600"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as around:
+    command = [*own, sys.executable, "-m", "tests.server.serve_scripted", "127.0.0.1:0", "600"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as around:
         assert around.stdout is not None
         target = around.stdout.readline().strip()
         yield around, int(Path(f"/proc/{around.pid}/task/{around.pid}/children").read_text()), target

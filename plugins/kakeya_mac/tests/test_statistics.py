@@ -41,4 +41,4 @@ def test_a_record_holds_the_means_over_layers_and_an_image(tmp_path: Path) -> No
     mean = sum(line["hit rate"] for line in lines) / len(lines)
     assert reported[f"hit rate, {OFTEN}, noise"]["median"] == pytest.approx(mean)
     draw({"tables": {"layers": lines}}, tmp_path)
-    assert (tmp_path / "matches_noise.png").stat().st_size > 0
+    assert (tmp_path / "matches_noise.svg").stat().st_size > 0
