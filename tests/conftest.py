@@ -55,7 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {config.rootpath / place for place in FURTHER_PLACES}
     for item in items:
         is_long = item.get_closest_marker("long") is not None
-        if not is_long and not places.isdisjoint((item.path, *item.path.parents)):
+        is_further = item.get_closest_marker("further") is not None
+        if not is_long and (is_further or not places.isdisjoint((item.path, *item.path.parents))):
             make_further(item)
 
 
