@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -336,12 +337,17 @@ def fake_forward(
     return out, torch.empty(0)
 
 
+def install(forward: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the package's operation."""
+    module = ModuleType("fa3_fwd_interface")
+    monkeypatch.setattr(module, "fa3_fwd_cuda", SimpleNamespace(fwd=forward), raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
 @pytest.mark.parametrize("vectors", [3000, 200_001])
 def test_chunks_of_a_step_read_their_entries_wherever_these_lie(vectors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three layers: two chunks, one chunk, none; the last entries of the pool, and those of most views."""
-    module = ModuleType("fa3_fwd_interface")
-    module.fa3_fwd_cuda = SimpleNamespace(fwd=fake_forward)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(fake_forward, monkeypatch)
     rows, heads, kv_heads, dim, longest = 12, 4, 2, 8, 700
     pool, queries = torch.randn(vectors, 2 * dim), torch.randn(rows, heads, dim)
     keys, values = pool[:, :dim], pool[:, dim:]
@@ -373,8 +379,6 @@ def test_an_operation_that_lets_through_what_lies_behind_a_sessions_entries_is_f
                 out[first:end] += (0 * values[view, upto : upto + 16, 0]).sum(dim=0)
         return out, rest
 
-    module = ModuleType("fa3_fwd_interface")
-    module.fa3_fwd_cuda = SimpleNamespace(fwd=forward)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install(forward, monkeypatch)
     fault = fault_of_chunks(Flash3(), torch.device("cpu"), torch.float32, (4, 2, 8))
     assert ("nan" in fault) == leaks and bool(fault) == leaks, fault

@@ -18,7 +18,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models.gguf_layouts import SMALL, without_dimensions_of_1
+from tests.models.gguf_layouts import SMALL
+from tests.models.gguf_tensors import without_dimensions_of_1
 from tests.models.test_quantised_checkpoints import GPTQ, in_gptq
 from tests.models.tiny_gguf import tiny_model, write_gguf
 

@@ -19,7 +19,8 @@ from inference_engine.errors import ModelError
 from inference_engine.models import find_model, load_model, remarks
 from tests.admissions import traits_of
 from tests.further import further
-from tests.models.gguf_layouts import MORE_FAMILIES, Tensor, without_dimensions_of_1
+from tests.models.gguf_layouts import MORE_FAMILIES
+from tests.models.gguf_tensors import Tensor, without_dimensions_of_1
 from tests.models.llama_cpp_logits import CHANGES, EVERY, KEPT
 from tests.models.tiny_folder import logits
 from tests.models.tiny_gguf import tiny_model, write_gguf

@@ -15,7 +15,8 @@ from gguf.constants import GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize, quantize
 
 from inference_engine.models.encodings import BY_NAME
-from tests.models.gguf_layouts import MORE_FAMILIES, SMALL, architecture_of, converted, fill, values_of
+from tests.models.gguf_layouts import MORE_FAMILIES, SMALL, architecture_of, fill, values_of
+from tests.models.gguf_tensors import converted
 from tests.models.tiny_folder import byte_tokens
 
 _GEMMA = {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}

@@ -53,40 +53,12 @@ class KernelStepEnds(StepEnds):
         words = 0 if allowed is None else allowed.shape[1]
         # Parts of other peaks may be other ones: those of a model on several GPUs.
         assert parts == triton.cdiv(logits.shape[1], _PART), parts
-        _draw[(parts, count)](
-            logits,
-            allowed,
-            peaks.largest,
-            rows.keys,
-            rows.options,
-            ids,
-            scores,
-            logits.shape[1],
-            logits.stride(0),
-            words,
-            HAS_MIN_P=rows.has_min_p,
-            PARTS=triton.next_power_of_2(parts),
-            BLOCK=_PART,
-            num_warps=8,
-        )
+        given = logits, allowed, peaks.largest, rows.keys, rows.options, ids, scores, logits.shape[1], logits.stride(0)
+        places = triton.next_power_of_2(parts)
+        _draw[(parts, count)](*given, words, HAS_MIN_P=rows.has_min_p, PARTS=places, BLOCK=_PART, num_warps=8)
         if rows.has_top_p:
             block = min(_PART, triton.next_power_of_2(logits.shape[1]))
-            _cut[(count,)](
-                logits,
-                allowed,
-                peaks.largest,
-                rows.keys,
-                rows.options,
-                ids,
-                scores,
-                logits.shape[1],
-                logits.stride(0),
-                words,
-                parts,
-                PARTS=triton.next_power_of_2(parts),
-                BLOCK=max(block, 32),
-                num_warps=16,
-            )
+            _cut[(count,)](*given, words, parts, PARTS=places, BLOCK=max(block, 32), num_warps=16)
         return Peaks(ids, peaks.largest[:count], peaks.smallest[:count]), scores
 
     def publish(self, peaks: Peaks, count: int, host: Tensor, scores: Tensor | None = None) -> Tensor:
