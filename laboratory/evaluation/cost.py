@@ -79,7 +79,7 @@ def main(arguments: argparse.Namespace, target: Target) -> dict[str, Any]:
         "config": {
             **target.describe(),
             "threads": torch.get_num_threads(),
-            "weight_bytes": traffic.weight_bytes(target.model, target.forward.compute_dtype.itemsize),
+            "weight_bytes": traffic.weight_bytes(target),
             "strategies": list(by_name),
             "lengths": arguments.lengths,
             "batches": arguments.batches,

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from inference_engine.config import ModelConfig
+from inference_engine.backends.base import EmbeddingAndHead
+from inference_engine.backends.native.program import Program
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import Layout
 from inference_engine.kv.parts.block_index import BlockSelector
@@ -32,6 +33,8 @@ from inference_engine.models import check_model
 from inference_engine.models.folder import weight_files
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.safetensors_header import check_safetensors
+from inference_engine.models.seam import Seam
+from laboratory.evaluation.models import Target
 
 
 def bytes_read(strategy: KVStrategy, geometry: Geometry, length: int) -> int:
@@ -54,21 +57,40 @@ def finds(strategy: KVStrategy, geometry: Geometry, length: int) -> bool:
     return any(layout.is_selective for layout in _layouts(strategy, geometry, length))
 
 
-def weight_bytes(model: ModelConfig, itemsize: int) -> int:
+def weight_bytes(target: Target) -> int:
     """Bytes of the weights that a step reads: all of them, but for a table of embeddings that is only looked up.
 
     Raises ModelError if the model's files cannot be read.
     """
-    checked = check_model(model.model, cache=model.cache_path)
-    if checked.only_gguf:
-        checkpoint = open_checkpoint(checked.stored)
-        shapes = {name: checkpoint.tensor(name).shape for name in checkpoint.names()}
-    else:
-        files = [check_safetensors(checked.folder / file) for file in weight_files(checked.folder)]
-        shapes = {name: tensor["shape"] for tensors in files for name, tensor in tensors.items()}
-    if any(name.endswith("lm_head.weight") for name in shapes):
-        shapes = {name: shape for name, shape in shapes.items() if not name.endswith("embed_tokens.weight")}
-    return itemsize * sum(math.prod(shape) for shape in shapes.values())
+    return target.forward.lend(_WeightBytes(target))
+
+
+class _WeightBytes:
+    """Implements Borrower. The native backend counts what it packed; elsewhere all numbers have one dtype."""
+
+    def __init__(self, target: Target) -> None:
+        self._model, self._itemsize = target.model, target.forward.compute_dtype.itemsize
+
+    def of_program(self, program: Program) -> int:
+        return program.weight_bytes
+
+    def of_modules(self, seam: Seam) -> int:
+        return self._of_files()
+
+    def of_matrices(self, words: EmbeddingAndHead) -> int:
+        return self._of_files()
+
+    def _of_files(self) -> int:
+        checked = check_model(self._model.model, cache=self._model.cache_path)
+        if checked.only_gguf:
+            checkpoint = open_checkpoint(checked.stored)
+            shapes = {name: checkpoint.tensor(name).shape for name in checkpoint.names()}
+        else:
+            files = [check_safetensors(checked.folder / file) for file in weight_files(checked.folder)]
+            shapes = {name: tensor["shape"] for tensors in files for name, tensor in tensors.items()}
+        if any(name.endswith("lm_head.weight") for name in shapes):
+            shapes = {name: shape for name, shape in shapes.items() if not name.endswith("embed_tokens.weight")}
+        return self._itemsize * sum(math.prod(shape) for shape in shapes.values())
 
 
 def _layouts(strategy: KVStrategy, geometry: Geometry, length: int) -> list[Layout]:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from inference_engine.config import EngineConfig
 from inference_engine.errors import InvalidArgument, NoCapacity
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from laboratory.evaluation.arguments import geometry_of
 from laboratory.evaluation.cost import add_arguments, draw, main, measure
-from laboratory.evaluation.models import Target
+from laboratory.evaluation.models import Target, open_target
 from laboratory.evaluation.record import write_record
 from laboratory.evaluation.timing import run
+from laboratory.evaluation.traffic import weight_bytes
 from tests.laboratory.typed import typed_for
-from tests.tiny import NATIVE_WINDOW, TRAINED_POSITIONS, VOCABULARY, tiny_engine
+from tests.tiny import NATIVE_WINDOW, SMALL, TRAINED_POSITIONS, VOCABULARY, tiny_engine
 
 TEXT = [(7 * place) % VOCABULARY for place in range(301)]
 WINDOW = SinkWindow(sink=2, window=16)
@@ -80,4 +84,11 @@ def test_a_run_leaves_a_record_that_a_regime_map_can_be_made_of(tiny_target: Tar
     assert lines["full", 200]["bytes_read"] == (2 * (202 + 205) / 2 + NATIVE_WINDOW) * entry_bytes
     assert lines[str(WINDOW), 200]["bytes_read"] < lines["full", 200]["bytes_read"]
     assert not lines["full", 200]["finds"]
-    assert payload["config"]["weight_bytes"] > 0
+    assert payload["config"]["weight_bytes"] == weight_bytes(tiny_target) > 0
+
+
+def test_packed_weights_are_counted_as_they_are_read(tiny_torch_target: Target) -> None:
+    model = replace(tiny_torch_target.model, backend="native", weights="int8")
+    settings: dict[str, Any] = SMALL
+    with open_target(model, EngineConfig(**settings)) as packed:
+        assert 0.25 < weight_bytes(packed) / weight_bytes(tiny_torch_target) < 0.5
