@@ -258,8 +258,8 @@ BUGS = (
     Bug(
         "a commit to the database is not fenced",
         "inference_engine/session/postgres_journal.py",
-        '            self._db.execute("select fence(?, ?, ?)", (self._replica, self._tables.epoch, number))\n',
-        "",
+        "            self._db.begin(self._replica, self._tables.epoch, number)\n",
+        "            self._db.begin()\n",
         (POSTGRES,),
     ),
     Bug(

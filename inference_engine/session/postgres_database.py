@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import select
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -18,8 +19,12 @@ from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import errors as pg
+from psycopg import pq
 from psycopg.abc import RV, PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.errors import error_from_result
+from psycopg.generators import copy_to, execute
+from psycopg.waiting import Wait
 
 from inference_engine.errors import ConfigError
 from inference_engine.session.writer import Away, DiskFull
@@ -111,8 +116,10 @@ declare n bigint; r text; e bigint; q replicas; begin
 end $$;
 create function channel_of(who text) returns text language sql immutable as $$ select 'kakeya_' || md5(who) $$;
 """
+_COPY = b"copy tail (session, entry, position, body) from stdin (format binary)"
 _COPY_HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_END = b"\xff\xff"
+_PIECE_BYTES = 2**17  # of a COPY, at once: libpq keeps what is not sent
 _COPY_ROW = struct.Struct(">hiqiiiqi")  # of four columns, each behind its length: session, entry, position, body
 
 
@@ -154,6 +161,7 @@ def _answered(gen: PQGen[RV], patience: float) -> PQGen[RV]:
 
 
 Connection: TypeAlias = "psycopg.Connection[tuple[Any, ...]]"
+TailEntry = tuple[int, int, int, bytes]  # session, entry, position, body
 
 
 @lru_cache(maxsize=256)
@@ -175,20 +183,37 @@ class PostgresConnection:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._pipeline: Any = None
+        self._unsent: list[bytes] = []  # what the transaction begins with: sent together with what follows
+        self._is_copying = False  # all of the transaction is sent but the end of its last rows, which commits it
 
     @property
     def is_open(self) -> bool:
         return not self._connection.closed
 
     def execute(self, statement: str, bindings: Any = None, /) -> Iterator[tuple[Any, ...]]:
+        if self._unsent:
+            self._pipeline = self._connection.pipeline()
+            self._pipeline.__enter__()
+            unsent, self._unsent = self._unsent, []
+            for one in unsent:
+                self._connection.execute(one)
         cursor = psycopg.RawCursor(self._connection)
         cursor.execute(_numbered(statement), bindings, prepare=bindings is not None, binary=True)
         return _rows(cursor)
 
-    def begin(self, mode: str = "") -> None:
-        self._pipeline = self._connection.pipeline()
-        self._pipeline.__enter__()
-        self.execute(f"begin {mode}")
+    def begin(self, *fence: Any) -> None:
+        """fence: the arguments of the database's function, if the transaction begins with it."""
+        self._unsent = [b"begin"]
+        if fence:
+            escaped = self._escaped(fence[0])
+            self._unsent.append(b"select fence(%b, %d, %d)" % (escaped, *fence[1:]))
+
+    def _escaped(self, text: str) -> bytes:
+        return bytes(pq.Escaping(self._connection.pgconn).escape_literal(text.encode()))
+
+    def begin_reading(self) -> None:
+        """Of one moment, with its answers read one by one."""
+        self._connection.execute("begin isolation level repeatable read read only")
 
     def wait(self) -> None:
         """Until all was answered that was sent. Raises the first error of it."""
@@ -196,14 +221,28 @@ class PostgresConnection:
         if pipeline is not None:
             pipeline.__exit__(None, None, None)
 
+    def send_all(self, rows: Sequence[TailEntry]) -> None:
+        """All of the transaction, with the last rows of its tail; `commit` follows. Raises the first error of it.
+
+        A step has nothing but rows: then what it begins with, the rows and the COMMIT are one message.
+        """
+        self.wait()
+        unsent, self._unsent = self._unsent, []
+        if rows:
+            self._begin_copy(b"; ".join((*unsent, _COPY, b"commit")), rows)
+            self._is_copying = True
+        elif unsent:
+            self._say(b"; ".join(unsent))
+
     def commit(self) -> None:
         self.wait()
-        cursor = self._connection.execute("commit")
-        if cursor.statusmessage != "COMMIT":
-            raise pg.InFailedSqlTransaction(f"the transaction was ended by {cursor.statusmessage}")
+        status = (self._end_copy() if self._is_copying else self._say(b"commit"))[-1].command_status
+        if status != b"COMMIT":
+            raise pg.InFailedSqlTransaction(f"the transaction was ended by {status!r}")
 
     def roll_back(self) -> None:
         """Raises nothing: a connection that cannot even do that is closed."""
+        self._unsent, self._is_copying = [], False
         try:
             try:
                 self.wait()
@@ -213,21 +252,39 @@ class PostgresConnection:
         except psycopg.Error:
             self._connection.close()
 
-    def copy_tail(self, rows: Sequence[tuple[int, int, int, bytes]]) -> None:
+    def copy_tail(self, rows: Sequence[TailEntry]) -> None:
         """Rows of the tail, as their columns: one message, whose cost for the client is that of one row."""
-        in_pipeline = self._pipeline is not None
+        in_transaction = self._pipeline is not None or bool(self._unsent)
         self.wait()
+        unsent, self._unsent = self._unsent, []
+        self._begin_copy(b"; ".join((*unsent, _COPY)), rows)
+        self._end_copy()
+        if in_transaction:
+            self._pipeline = self._connection.pipeline()
+            self._pipeline.__enter__()
+
+    def _say(self, statements: bytes) -> list[pq.abc.PGresult]:
+        """Without values, in one message. Raises psycopg.Error."""
+        pgconn = self._connection.pgconn
+        pgconn.send_query(statements)
+        return _checked(self._connection.wait(execute(pgconn)))
+
+    def _begin_copy(self, statements: bytes, rows: Sequence[TailEntry]) -> None:
+        """statements: with the COPY in its place. What follows it is done once the copy ends."""
+        self._say(statements)
         data = [_COPY_HEAD]
         for number, entry, position, body in rows:
             data += (_COPY_ROW.pack(4, 8, number, 4, entry, 8, position, len(body)), body)
-        with (
-            self._connection.cursor() as cursor,
-            cursor.copy("copy tail (session, entry, position, body) from stdin (format binary)") as copy,
-        ):
-            copy.write(b"".join((*data, _COPY_END)))
-        if in_pipeline:
-            self._pipeline = self._connection.pipeline()
-            self._pipeline.__enter__()
+        data.append(_COPY_END)
+        whole = b"".join(data)
+        for start in range(0, len(whole), _PIECE_BYTES):
+            self._connection.wait(
+                copy_to(self._connection.pgconn, whole[start : start + _PIECE_BYTES], flush=start > 0)
+            )
+
+    def _end_copy(self) -> list[pq.abc.PGresult]:
+        self._is_copying = False
+        return _checked(self._connection.wait(_copy_ended(self._connection.pgconn)))
 
     def commits_for(self, replica: str, epoch: int) -> None:
         """This is the connection of a server by which it commits: see `claim`."""
@@ -235,6 +292,10 @@ class PostgresConnection:
 
     def is_alive(self) -> bool:
         """Was it not lost since it was used last?"""
+        looked = select.poll()
+        looked.register(self._connection, select.POLLIN)
+        if not looked.poll(0):
+            return True  # its end would be there to be read; of a machine that is gone, the next statement tells
         try:
             self._connection.execute("")
         except psycopg.Error:
@@ -259,6 +320,20 @@ class PostgresConnection:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def _checked(results: list[pq.abc.PGresult]) -> list[pq.abc.PGresult]:
+    if results[-1].status in (pq.ExecStatus.FATAL_ERROR, pq.ExecStatus.BAD_RESPONSE):
+        raise error_from_result(results[-1], encoding="utf-8")
+    return results
+
+
+def _copy_ended(pgconn: pq.abc.PGconn) -> PQGen[list[pq.abc.PGresult]]:
+    """As psycopg's `copy_end`, of a message with more statements. Returns the results of all."""
+    while pgconn.put_copy_end() == 0:
+        yield Wait.W
+    results: list[pq.abc.PGresult] = yield from execute(pgconn)
+    return results
 
 
 def _rows(cursor: psycopg.RawCursor[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

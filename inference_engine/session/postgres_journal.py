@@ -357,12 +357,10 @@ class PostgresJournal(KeptJournal):
             if self._was_made(changes):
                 return self._gone_files()
             number, has_begun = self._number + 1, True
-            self._db.begin()
-            self._db.execute("select fence(?, ?, ?)", (self._replica, self._tables.epoch, number))
+            self._db.begin(self._replica, self._tables.epoch, number)
             for apply, arguments in changes:
                 apply(*arguments)
-            self._tables.tail.flush()
-            self._db.wait()
+            self._db.send_all(self._tables.tail.taken())
             self._doubt = changes, number
             self._db.commit()
             self._made()
@@ -433,8 +431,7 @@ class PostgresJournal(KeptJournal):
     def _reading(self) -> Iterator[PostgresReader]:
         """In a transaction, which sees one moment."""
         with self._connection() as db:
-            db.begin("isolation level repeatable read read only")
-            db.wait()
+            db.begin_reading()
             yield PostgresReader(db, TailRows(db), self._replica)
             db.commit()
 

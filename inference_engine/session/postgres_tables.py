@@ -15,7 +15,7 @@ from inference_engine.session.journal import CopyRecord, Kept, ReplyRecord, Sess
 from inference_engine.session.journal_reader import Reader, TailRow
 from inference_engine.session.journal_rows import copy_crc, usage_crc
 from inference_engine.session.journal_tables import Tables
-from inference_engine.session.postgres_database import PostgresConnection
+from inference_engine.session.postgres_database import PostgresConnection, TailEntry
 from inference_engine.session.writer import Unit
 from inference_engine.types import TokenUsage
 
@@ -56,7 +56,7 @@ class PostgresTail(TailRows):
         super().__init__(db)
         self._next: dict[int, int] = {}
         self._before: dict[int, int | None] = {}  # of sessions that the commit that is being made changes
-        self._rows: list[tuple[int, int, int, bytes]] = []  # not inserted yet: session, entry, position, body
+        self._rows: list[TailEntry] = []  # not inserted yet
 
     def sessions(self) -> list[int]:
         return []  # others may have them
@@ -101,9 +101,13 @@ class PostgresTail(TailRows):
         self._rows.append((number, entry, position, body))
 
     def flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if rows:
+        if rows := self.taken():
             self._db.copy_tail(rows)
+
+    def taken(self) -> list[TailEntry]:
+        """The rows that were added and are not inserted, for who commits them."""
+        rows, self._rows = self._rows, []
+        return rows
 
     def clear(self, number: int) -> None:
         self._db.execute(

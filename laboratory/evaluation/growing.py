@@ -133,11 +133,10 @@ def measured_commits(database: str) -> dict[str, float]:
                     before, waits = sum(backend.cpu_times()[:2]), []
                     for position in range(COMMITS):
                         began = time.perf_counter()
-                        db.begin()
-                        db.execute("select fence(?, ?, ?)", ("growing", epoch, next(numbers)))
+                        db.begin("growing", epoch, next(numbers))
                         for session in range(-rows, 0):
                             tail.add(session, position, bytes(24))
-                        tail.flush()
+                        db.send_all(tail.taken())
                         db.commit()
                         waits.append(time.perf_counter() - began)
                     cpu[rows] = (sum(backend.cpu_times()[:2]) - before) / COMMITS
