@@ -31,6 +31,8 @@ _FEW, MOST = 64, 8192  # ids that are looked at first, and at most: more are not
 # Relative errors, with room: of float64 weights and of their sum in any order; of float32 weights, whose arguments are
 # rounded, too: numbers of up to 100, three times by 2 ** -24.
 _EXACT, _ROUGH = 1e-11, 4e-5
+# Weights from which more ids are looked at, where the largest weighs 1, and by how much less each time.
+_LIGHT, _LIGHTER = 2.0**-12, 4.0
 _AT_ONCE = 16_384  # so many, and torch wakes no threads
 # Noise that more ids than few have; steps by which a bound on them may be wrong.
 _LEAST_LIFT, _STEPS_ASIDE = 2.0, 2.0**20
@@ -189,22 +191,23 @@ def _nucleus(row: Row, sampling: Sampling, top_k: int, heavy: Heavy | None) -> I
         return ranked[:kept] if kept else None
     if heavy is not None and (of_heavy := _of_heavy(row, sampling, heavy)) is not None:
         return of_heavy
-    ranked = _largest(row, _FEW)
+    ranked = _largest(row, _FEW) if heavy is None else _ranked(row, heavy.ids)
     weights = np.subtract(row, row[ranked[0]], out=_scratch(len(row)))
     weights *= np.float32(1.0 / sampling.temperature)
     np.exp(weights, out=weights)
-    weights[ranked] = 0.0
-    rest = float(np.add.reduce(weights))
-    if kept := _share(row, ranked, sampling, rest):
-        return ranked[:kept]
-    # All ids whose weights are below this are together less than what top_p cuts.
-    others = np.flatnonzero(weights >= (1.0 - sampling.top_p) / len(row))
-    if len(others) > MOST:
-        return None
-    ranked = np.concatenate([ranked, _ranked(row, others)])
-    weights[others] = 0.0
-    kept = _share(row, ranked, sampling, float(weights.sum()))
-    return ranked[:kept] if kept else None
+    others, least = ranked, _LIGHT
+    # All ids whose weights are below this are together less than what top_p cuts. Most rows need far fewer.
+    end = (1.0 - sampling.top_p) / len(row)
+    while True:
+        weights[others] = 0.0
+        if kept := _share(row, ranked, sampling, float(np.add.reduce(weights))):
+            return ranked[:kept]
+        if least <= end / _LIGHTER:
+            return None
+        others, least = np.flatnonzero(weights >= max(least, end)), least / _LIGHTER
+        if len(ranked) + len(others) > MOST:
+            return None
+        ranked = np.concatenate([ranked, _ranked(row, others)])
 
 
 def _of_heavy(row: Row, sampling: Sampling, heavy: Heavy) -> Ids | None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_engine.kernels.cpu_sampling import Bits, Heavy, HostRow, Row, drawn_from_few
+from inference_engine.kernels.cpu_sampling import MOST, Bits, Heavy, HostRow, Row, drawn_from_few
 from inference_engine.kernels.filters import draw
 from inference_engine.kernels.sampler import Sampler
 from inference_engine.kernels.sampling import Draw, draw_all
@@ -108,6 +108,20 @@ def test_rows_as_models_give_them_need_few(sampling: Sampling) -> None:
     logits[:, :20] += torch.arange(20) * 0.5 + 4.0
     found = drawn_from_few([HostRow(row, sampling, key) for key, row in enumerate(logits.numpy())])
     assert None not in found and len(set(found)) > 3
+
+
+def test_a_row_with_a_long_tail_needs_no_more_than_top_p_keeps() -> None:
+    """As a model gives it that may not say what it would: all that weighs anything is more than few."""
+    logits = torch.randn(6, 20 * VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.4
+    logits[:, :400] = 9.0 + logits[:, :400] / 8
+    logits[:, 7] = 17.5
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    rows = [HostRow(row, sampling, key) for key, row in enumerate(logits.numpy())]
+    heavy = weighed([row.logits for row in rows], [None] * 6, [1.0] * 6)
+    weights = torch.softmax(logits.double(), dim=1)
+    assert int((weights / weights.amax(1, keepdim=True) >= 0.05 / logits.shape[1]).sum(1).min()) > MOST
+    for found in (drawn_from_few(rows), drawn_from_few(rows, lambda *_: heavy)):
+        assert found == [int(draw(one[None], [sampling], [key])[0]) for key, one in enumerate(logits)]
 
 
 def test_a_step_of_greedy_sampled_penalised_and_broken_rows_is_drawn_row_by_row() -> None:
