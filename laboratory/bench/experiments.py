@@ -40,7 +40,6 @@ EXPERIMENTS = {
     "first-token": Experiment("laboratory.bench.first_token", "a short turn's first token: over gRPC, in the engine"),
     "first-use": Experiment("laboratory.bench.first_use", "a start that calibrates beside the next one"),
     "fresh-clone": Experiment("laboratory.bench.fresh_clone", "the first `make demo` with empty caches"),
-    "gpu-gather": Experiment("laboratory.bench.gpu_gather", "gather on a GPU, stage by stage"),
     "gpu-latent": Experiment("laboratory.bench.gpu_latent", "prefill through a latent, waking and decoding on a GPU"),
     "gpu-lists": Experiment("laboratory.bench.gpu_lists", "steps by the list of operations and by torch's modules"),
     "gpu-long-steps": Experiment("laboratory.bench.gpu_long_steps", "steps at growing lengths, by strategy, on a GPU"),

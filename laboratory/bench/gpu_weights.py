@@ -6,8 +6,7 @@ and ratios are taken within a round. Bytes are those that a step of one token re
 
 The predictions are of texts whose first part is appended and whose second is forced, token by token and by steps of
 several: products of one token and of many both count. What bfloat16 itself differs by is beside it: the same weights by
-torch's modules. Codes of 4 bits are also chosen as published checkpoints have them, by the calibration half of the
-texts that are installed (`laboratory/evaluation/quantising.py`).
+torch's modules.
 
 With `--device cpu --dtype float32 --shapes tiny --kv-bytes 64MiB` everything runs by the references: a trial of this
 script, no measurement of anything.
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,16 +46,12 @@ from laboratory.evaluation.haystack import Texts
 from laboratory.evaluation.made_models import SEED, SHAPES, made_model
 from laboratory.evaluation.models import load_tokenizer
 from laboratory.evaluation.passages import Passage, force, text_passage
-from laboratory.evaluation.quantising import GROUP as CHOSEN_GROUP
-from laboratory.evaluation.quantising import METHODS, quantise_model
 from laboratory.evaluation.sessions import opened
 from laboratory.evaluation.timing import decode_milliseconds, in_turns, prefill_rates
-from laboratory.training.calibration_text import gather_plain
 
 PLAIN, BLOCKS, MODULES = "bfloat16", "fp8/128", "bfloat16 by torch's modules"
 WEIGHTS = (PLAIN, "fp8", BLOCKS, "int4")
 KINDS = ("prose", "code", "polish")
-CALIBRATION_LENGTH = 512  # tokens of a sequence
 
 
 @dataclass(slots=True)
@@ -250,19 +244,6 @@ def measure_predictions(arguments: argparse.Namespace, found: Measured, save: Sa
         if name not in (PLAIN, BLOCKS):
             compared.append((name, log_probabilities(served(loaded(), name, arguments, admitted), passages, arguments)))
             release(arguments.device)
-    text = gather_plain(tokenizer, tokens=arguments.calibration_tokens, files=(), seed=SEED)
-    batches = list(text.sequences(arguments.calibration_tokens, CALIBRATION_LENGTH)[:, None])
-    for method in arguments.chosen:
-        source = load_model(arguments.model, cache=ModelConfig().cache_path, device="cpu", dtype="float32").model
-        began = time.monotonic()
-        quantised = quantise_model(source, batches, method)
-        print(f"{method}: {time.monotonic() - began:.0f} s", flush=True)
-        del source
-        model = loaded()
-        quantised.put_into(model.model)
-        name = f"int4 by {method}, groups of {CHOSEN_GROUP}"
-        compared.append((name, log_probabilities(served(model, PLAIN, arguments, admitted), passages, arguments)))
-        release(arguments.device)
     for name, ours in compared:
         for kind in arguments.kinds:
             chosen = [place for place, passage in enumerate(passages) if passage.kind == kind]
@@ -303,7 +284,6 @@ def payload_of(found: Measured, arguments: argparse.Namespace) -> dict[str, Any]
             "dtype": arguments.dtype,
             "rounds": arguments.rounds,
             "tokens": arguments.tokens,
-            "codes of 4 bits": f"chosen by {arguments.calibration_tokens} tokens",
             "passages": f"{arguments.passages} of {arguments.prefix} + {arguments.forced} tokens of each kind",
         },
         "seeds": [SEED],
@@ -320,8 +300,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024], metavar="N")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64], metavar="N")
     parser.add_argument("--model", default="", help="a folder or GGUF file, for the predictions; empty: none")
-    parser.add_argument("--chosen", nargs="*", choices=METHODS, default=list(METHODS), help="how codes of 4 bits are")
-    parser.add_argument("--calibration-tokens", type=int, default=16384, metavar="N", help="by which they are")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="of text")
     parser.add_argument("--passages", type=int, default=2, metavar="N", help="of each kind")
     parser.add_argument("--prefix", type=int, default=512, metavar="N", help="tokens that are appended")
