@@ -259,6 +259,8 @@ class Verifier:
         self._forward = forward
         self._is_in_step = forward.device.type == "cpu"  # is the device done with a step when the call returns?
         self._launches = forward.launcher is not None
+        # On a GPU the host is ahead of it, and ranks have to run the same.
+        self._can_end = self._is_in_step and context.pool.mirror is None
         self._before: _Planned | None = None  # the last step, if it `can_be_followed`
         self._lap = lap
         self.context = context  # of the sessions
@@ -275,11 +277,17 @@ class Verifier:
         return outcomes
 
     def start(
-        self, blocks: Sequence[Block], *, launches: bool = False, on_planned: Callable[[], None] = lambda: None
+        self,
+        blocks: Sequence[Block],
+        *,
+        launches: bool = False,
+        on_planned: Callable[[], None] = lambda: None,
+        is_wanted: Callable[[], bool] | None = None,
     ) -> list[Outcome] | InFlight:
         """Forward all blocks in one step. on_planned: called right before work for the device is launched.
 
         launches: if that is possible, do not wait for it; each block samples from its only token.
+        is_wanted: a step for which it turns false raises StepUnwanted, where the device can end one.
 
         The entries are staged: the caller commits each session, to the length it accepts. If the forward raises,
         nothing is staged and every session is as it was. Raises BlockFailed for a broken invariant, and SpanFailed,
@@ -289,6 +297,8 @@ class Verifier:
         try:
             with self._forward.inference_mode():
                 planned = self._plan(blocks)
+                if self._can_end:
+                    planned.step.plan.is_wanted = is_wanted
                 on_planned()
                 self._lap("plan")
                 if launcher is not None and launcher.can_launch(planned.step):

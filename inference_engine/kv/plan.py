@@ -16,7 +16,7 @@ be run as a graph; one in which some have causal views, as graphs between which 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -54,6 +54,10 @@ class SpanFailed(Exception):
         self.failure = failure
 
 
+class StepUnwanted(Exception):
+    """The step ended between two layers, because all whose tokens are in it have stopped."""
+
+
 class StepPlan:
     """Built from sessions that have staged their tokens; valid until one of them commits."""
 
@@ -69,6 +73,8 @@ class StepPlan:
         self._sessions = sessions
         self._geometry = geometry
         self.pool = pool
+        # Asked between layers, where a device does not compute ahead; None: the step runs to its end.
+        self.is_wanted: Callable[[], bool] | None = None
         device = pool.memory.device
         self._attend_ragged = ops.attend_ragged
         is_padded = geometry.token_quantum > 1
@@ -226,6 +232,11 @@ class StepPlan:
             has_chunks=self.has_chunks,
         )
 
+    def require_wanted(self) -> None:
+        """Raises StepUnwanted if all in the step have stopped."""
+        if self.is_wanted is not None and not self.is_wanted():
+            raise StepUnwanted
+
     @property
     def has_chunks(self) -> bool:
         """Have sessions several tokens in the step?"""
@@ -254,8 +265,10 @@ class StepPlan:
         """Write the step's K and V of the stored `layer` and attend. None: they are where `tables` says already.
 
         All [1, H, N, D], queries and keys rotated; returns [1, N, Hq, D]. own: of a layer whose entries stand for keys
-        and values of all heads, in the place of `queries`. Raises SpanFailed.
+        and values of all heads, in the place of `queries`. Raises SpanFailed, and StepUnwanted.
         """
+        if self.is_wanted is not None:
+            self.require_wanted()
         tables = self.tables
         if keys is not None and values is not None:
             tables.write(layer, keys, values)

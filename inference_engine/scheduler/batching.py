@@ -19,7 +19,7 @@ from inference_engine.decode.verifier import Block
 from inference_engine.scheduler.policy import Candidate, Targets, choose, chunk_beside_decoders, cut
 from inference_engine.scheduler.request import Request
 from inference_engine.scheduler.speculation import Speculation
-from inference_engine.scheduler.step_time import ChunkPace, StepPace
+from inference_engine.scheduler.step_time import FORGETTING, ChunkPace, StepPace
 
 Turn = tuple[str, bool]  # an owner, and whether it prefills
 _GENERATED = np.ones(1, dtype=np.bool_)
@@ -94,14 +94,16 @@ class Batching:
         self._turns.served([turns[index] for index in chosen])
         return {requests[index]: candidates[index].tokens for index in chosen}
 
-    def took(self, tokens: int, seconds: float) -> None:
-        """Record that a step of `tokens` took `seconds`."""
+    def took(self, tokens: int, seconds: float, *, is_decoding: bool) -> None:
+        """Record that a step of `tokens` took `seconds`. After one with prefill the next chunks are as it says."""
         self._pace.saw(tokens, seconds)
-
-    def took_with_prefill(self, tokens: int, seconds: float) -> None:
-        """As `took`, and let the next chunks of prefill be as long as that step says."""
-        self.took(tokens, seconds)
-        self._chunk.saw(tokens, seconds, empty_seconds=self._pace.seconds(0) or 0.0)
+        chunk = self._chunk
+        if not is_decoding:
+            chunk.saw(tokens, seconds)
+        elif not (longest := chunk.decoding_seconds * FORGETTING) or seconds < longest:
+            chunk.decoding_seconds = seconds
+        else:
+            chunk.decoding_seconds = longest
 
     def block(self, request: Request, tokens: int, draft: TokenIds | None = None) -> Block:
         """The next `tokens` tokens of the request that have no K/V yet, and `draft` behind them."""

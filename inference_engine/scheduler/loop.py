@@ -31,7 +31,7 @@ from inference_engine.errors import (
     SessionClosed,
     SessionElsewhere,
 )
-from inference_engine.kv.plan import SpanFailed
+from inference_engine.kv.plan import SpanFailed, StepUnwanted
 from inference_engine.metrics import EngineMetrics
 from inference_engine.scheduler.arrivals import Arrivals, by_owner
 from inference_engine.scheduler.batching import Batching
@@ -346,7 +346,13 @@ class Scheduler:
         began = self._clock()
         try:
             launches = self._overlaps and is_decoding and self._can_launch(batch, blocks)
-            outcomes = self._verifier.start(blocks, launches=launches, on_planned=self.notifier.release)
+            # A decode step is short. Among others one that has stopped waits for them.
+            is_wanted = None if is_decoding else partial(_are_wanted, batch)
+            outcomes = self._verifier.start(
+                blocks, launches=launches, on_planned=self.notifier.release, is_wanted=is_wanted
+            )
+        except StepUnwanted:
+            return
         except BlockFailed as failed:
             self._endings.fail_session(batch[failed.index], failed.violation)
             return
@@ -410,8 +416,7 @@ class Scheduler:
         is_known = has_waited and self._is_caught_up
         self._is_caught_up = has_waited
         if is_known:
-            took = self._batching.took if is_decoding else self._batching.took_with_prefill
-            took(tokens, seconds)
+            self._batching.took(tokens, seconds, is_decoding=is_decoding)
         self._metrics.step_tokens.note(tokens)
         self._metrics.step_sessions.note(len(batch))
         if is_decoding and is_known:
@@ -654,6 +659,11 @@ class Scheduler:
             self._running.remove(request)
             self._constrained.discard(request)
             self._arrivals.ended(request)
+
+
+def _are_wanted(batch: Sequence[Request]) -> bool:
+    """Does any of them go on?"""
+    return not all(request.stop is not None or request.session.is_closed for request in batch)
 
 
 def _continues(request: Request) -> bool:

@@ -13,11 +13,12 @@ _MEMORY = 0.98  # decay: the weight of a step when the next one was measured
 _FEW_STEPS = 4.0
 _LEAST_SECONDS, _MOST_SECONDS = 0.05, 60.0
 _UNKNOWN_SECONDS = 1.0
-# A stop takes effect between steps, so this is how long a client that left may still cost work.
-CHUNK_SECONDS = 0.5
-# But where steps without tokens take long, most of the time of a step is its tokens'.
-_TIMES_EMPTY = 4.0
-_FIRST_CHUNK_TOKENS = 64
+# A stop takes effect between steps that others need: within half a second, also where the machine has become twice as
+# busy since the last step.
+CHUNK_SECONDS = 0.25
+# But where a step of single tokens takes long, so many times that, or weights are read for little.
+_TIMES_DECODING = 2.0
+FORGETTING = 1.05  # by how much the shortest step that decodes counts as longer at each later one
 
 
 class StepTimer:
@@ -108,19 +109,23 @@ class StepPace:
 class ChunkPace:
     """How many tokens a step with a chunk of prefill may have to take `CHUNK_SECONDS`, by the last such step.
 
-    A step that took too long says at once how many the next may have. After shorter ones the number doubles, so that a
-    first step that loads weights, or a pause, costs a few short chunks.
+    The first has the fewest. A step that took too long says at once how many the next may have. After shorter ones the
+    number doubles, so that a first step that loads weights, or a pause, costs a few short chunks.
     """
 
     least_tokens: int
-    tokens: int = _FIRST_CHUNK_TOKENS
+    tokens: int = 0  # before a step was seen, and later `least_tokens` or more
+    # Of the shortest step that decodes; 0: none was seen. No estimate from steps with prefill: it would grow with what
+    # is allowed here, and allow more.
+    decoding_seconds: float = 0.0
 
-    def saw(self, tokens: int, seconds: float, *, empty_seconds: float) -> None:
-        """Record a step with prefill. empty_seconds: what it would take without tokens, as far as that is known."""
-        most = max(CHUNK_SECONDS, _TIMES_EMPTY * empty_seconds)
+    def saw(self, tokens: int, seconds: float) -> None:
+        """Record a step with prefill."""
+        most = max(CHUNK_SECONDS, _TIMES_DECODING * self.decoding_seconds)
         # At least, if the step was short: the part that does not depend on its tokens counts as theirs.
         fitting = math.floor(tokens * most / max(seconds, 1e-9))
-        wanted = fitting if seconds > most else max(self.tokens, min(fitting, 2 * self.tokens))
+        known = max(self.tokens, self.least_tokens)
+        wanted = fitting if seconds > most else max(known, min(fitting, 2 * known))
         self.tokens = max(self.least_tokens, wanted)
 
 

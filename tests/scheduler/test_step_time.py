@@ -29,14 +29,14 @@ def test_chunks_of_prefill_soon_take_the_time_they_may_and_a_pause_is_soon_forgo
     page, most = 16, 4096
     pace = ChunkPace(least_tokens=page)
     for step in range(60):
-        tokens = min(most, pace.tokens)
+        tokens = min(most, max(page, pace.tokens))
         seconds = fixed_seconds + tokens * token_seconds
         if step > 0 and step % 20:
             assert seconds <= 1.01 * CHUNK_SECONDS or tokens == page or step % 20 < 3
         if step % 20 > 12:
             assert seconds >= 0.8 * CHUNK_SECONDS or tokens == most
         pause = 30.0 if step % 20 == 0 else 0.0
-        pace.saw(tokens, seconds + pause, empty_seconds=fixed_seconds)
+        pace.saw(tokens, seconds + pause)
 
 
 def test_a_place_comes_free_as_often_as_one_did_and_later_the_longer_none_does() -> None:

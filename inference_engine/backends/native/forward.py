@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -232,10 +233,14 @@ class NativeForward(NeverFails):
         native.tapped = None if tapped is None else tapped.data_ptr()
         spans = _spans(plan) if self._states else ()
         native.spans, native.span_count = ctypes.addressof(spans) if spans else None, len(spans)
-        if plan.is_numbers_only:
+        if not plan.is_numbers_only:
+            self._run_by_layers(step, native)
+        elif plan.is_wanted is None:
             self.program.run(native)
         else:
-            self._run_by_layers(step, native)
+            for first, end in pairwise(self.program.pieces):
+                plan.require_wanted()
+                self.program.run(native, first, end)
         largest = self._arguments.largest[: asked if native.largest else 0].tolist()
         return logits, tapped, [Sample(max(token_id, 0), None, token_id >= 0) for token_id in largest]
 

@@ -67,6 +67,7 @@ from inference_engine.native.library import Kernels as NativeKernels
 _LANES = 16
 # Room for 8 draft tokens behind those of a chunk and one. What other chunks take: `kakeya bench open-chunk`.
 OPEN_CHUNK = OpenChunk(tokens=8, room=16)
+_PIECES = 16
 # Their places are the numbers of types.h.
 _ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 
@@ -114,6 +115,10 @@ class Program:
             self._operations = [one for each in steps.operations for one in KERNELS[each](self, each)]
         self.count = len(self._operations)
         self.attends = [index for index, one in enumerate(self._operations) if one.kind == Kind.ATTEND]
+        # Where a step may be cut. From SELECT on its tokens are those whose logits are wanted.
+        last = next((index for index, one in enumerate(self._operations) if one.kind == Kind.SELECT), 0)
+        piece = last // _PIECES + 1
+        self.pieces = (0, *range(piece, last, piece), self.count)
         self._shares = shares
         self.threads: Threads = library.open_threads(threads) if shares is None else shares.threads
         self.identity = identity
