@@ -7,7 +7,7 @@ a model is trusted. Drafters:
     ngram    prompt lookup
     auto     trained on torch, if the model has a trained drafter; else ngram
     none     no drafting
-    FOLDER   the trained or published drafter there, alone
+    FOLDER   the trained or published drafter there, alone; `org/name` of the hub likewise, once it is fetched
 
 On the native backend a plain step costs less than a network's draft and the tokens it makes a step longer by, so `auto`
 does not take memory for a network there (ADR 0024).
@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kv_cache_proposer
-from inference_engine.config import EngineConfig, ModelConfig, in_full
+from inference_engine.config import EngineConfig, ModelConfig, hub_cache, in_full
 from inference_engine.errors import BackendError, ConfigError, ModelError, NotNative, NotOnMlx
-from inference_engine.models import FoundModel, check_model, weights_digest
+from inference_engine.models import FoundModel, check_model, hub_model, weights_digest
+from inference_engine.models.hub import snapshot
 from inference_engine.models.tokenizer_ids import read_token_bytes
 from inference_engine.types import Durability, ReadTokenBytes
 from kv_cache_proposer.drafter_errors import DrafterError
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
     from kv_cache_proposer.f_theta.lazy_codec import LateCodec
+    from kv_cache_proposer.published_drafters import DrafterNetwork
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +127,15 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
 
 def _check_is_there(setting: str, given: str, names: tuple[str, ...]) -> None:
     """What is no name is a folder: a name that was mistyped is none that is there."""
-    if given not in names and not in_full(given).exists():
+    if given not in names and not _folder_named(given).exists():
         raise ConfigError(f"{setting} must be {', '.join(names)} or a folder that is there, got {given!r}")
+
+
+def _folder_named(given: str) -> Path:
+    """A folder, or that of `org/name` in the hub's cache. Raises ModelError for such a name that was not fetched."""
+    folder = in_full(given)
+    named = None if folder.exists() else hub_model(given)
+    return folder if named is None else snapshot(named, hub_cache())
 
 
 def _digests(model: ModelConfig) -> tuple[str, str]:
@@ -447,7 +456,7 @@ def find_drafter(model: ModelConfig, forward: Forward) -> Drafter | None:
         return NgramDrafter()
     is_named = model.drafter in ("auto", "trained")
     if not is_named:
-        network = _in_folder(in_full(model.drafter), model, forward)
+        network = _in_folder(_folder_named(model.drafter), model, forward)
     elif (folder := _trained_folder(model, forward)) is not None:
         network = _load_trained(folder, _digest_of_target(folder), forward)
     elif model.drafter == "auto":
@@ -469,7 +478,7 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     if model.drafter == "none":
         return {}
     is_named = model.drafter in ("auto", "trained")
-    folder = None if is_named or model.drafter == "ngram" else in_full(model.drafter)
+    folder = None if is_named or model.drafter == "ngram" else _folder_named(model.drafter)
     if model.drafter == "trained" or (is_named and forward.drafts_with_networks):
         folder = _trained_folder(model, forward)
     if folder is None:
@@ -487,13 +496,18 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
 
 
-def _drafter(network: DFlashNetwork, model: ModelConfig, forward: Forward) -> Drafter:
-    layers = forward.facts.layers
+def _drafter(network: DrafterNetwork, model: ModelConfig, forward: Forward) -> Drafter:
+    layers, is_packed = forward.facts.layers, model.linear != "plain"
     if (last_tap := network.config.tap_layers[-1]) >= layers:
         raise DrafterError(f"the drafter reads layer {last_tap} of its target, this model has {layers}")
     from kv_cache_proposer.dflash.beside_target import BesideTarget
+    from kv_cache_proposer.eagle3.eagle3_drafter import Eagle3BesideTarget
+    from kv_cache_proposer.eagle3.eagle3_network import Eagle3Network
 
-    is_packed = model.linear != "plain"
+    if isinstance(network, Eagle3Network):
+        return forward.lend(
+            Eagle3BesideTarget(network=network, is_packed=is_packed, target_hidden=forward.facts.hidden_size)
+        )
     return forward.lend(BesideTarget(network=network, is_packed=is_packed, records_graphs=forward.records_graphs))
 
 
@@ -520,13 +534,14 @@ def _trained_folder(model: ModelConfig, forward: Forward) -> Path | None:
     return next((folder for folder in folders if stored_target(folder) == digest), None)
 
 
-def _in_folder(folder: Path, model: ModelConfig, forward: Forward) -> DFlashNetwork:
-    from kv_cache_proposer.dflash.published import load_published
+def _in_folder(folder: Path, model: ModelConfig, forward: Forward) -> DrafterNetwork:
+    from kv_cache_proposer.published_drafters import load_published
 
     if _is_trained(folder) or not (folder / "config.json").is_file():
         return _load_trained(folder, weights_digest(check_model(model.model, cache=model.cache_path)), forward)
-    device, dtype = forward.device, forward.compute_dtype
-    return load_published(folder, device=device, dtype=dtype)
+    return load_published(
+        folder, target_layers=forward.facts.layers, device=forward.device, dtype=forward.compute_dtype
+    )
 
 
 def _digest_of_target(folder: Path) -> str:

@@ -1,7 +1,8 @@
 """`kakeya models`: list, fetch and inspect models.
 
     kakeya models list
-    kakeya models fetch NAME                      a known name, or org/name[@revision] from the Hugging Face hub
+    kakeya models fetch NAME                      a known name, or org/name[@revision] from the Hugging Face hub: a
+                                                  model, or a drafter of DFlash or EAGLE-3
     kakeya models show NAME|PATH [--verify]
 
 Exit status: 0 done, 1 an error of the model or the settings (in one line), 2 wrong usage.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,12 +108,20 @@ def fetch_named(name: str, cache: Path, errors: Console) -> str:
             try_out(ModelConfig(model=name, cache_dir=str(cache)))
         return f"{name} ({known_model(name).licence}) is ready in {folder}"
 
-    def served(folder: Path) -> None:
+    from kv_cache_proposer.published_drafters import check_published, is_published_drafter
+
+    def used(folder: Path) -> Callable[[Path], object] | None:
+        if is_published_drafter(folder):
+            check_published(folder, has_weights=False)
+            return partial(check_published, has_weights=True)
         from inference_engine.compose import admit
 
         admit(ModelConfig(model=str(folder), cache_dir=str(cache)))
+        return None
 
-    return f"{named} is ready in {fetch_from_hub(named, cache, admit=served, console=errors)}"
+    folder = fetch_from_hub(named, cache, admit=used, console=errors)
+    use = f"; its target is served with --drafter {named}" if is_published_drafter(folder) else ""
+    return f"{named} is ready in {folder}{use}"
 
 
 def fetched(config: ModelConfig, errors: Console) -> str:

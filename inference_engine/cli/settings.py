@@ -64,7 +64,10 @@ HELP = {
         "FOLDER",
         "latent codec from `kakeya train latent`; auto: the one in the cache, if there is one; none: no codec",
     ),
-    "drafter": ("NAME|FOLDER", "drafter: ngram, trained, the output of `kakeya train drafter`, auto or none"),
+    "drafter": (
+        "NAME|FOLDER",
+        "drafter: ngram, trained, the output of `kakeya train drafter`, a published one, auto or none",
+    ),
     "strategy": (
         "SPEC",
         "what sessions keep: full, sink_window:sink=4,window=1024, layer_window:full_layers=5+11, restored",

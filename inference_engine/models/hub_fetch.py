@@ -47,13 +47,14 @@ def fetch_from_hub(
     model: HubModel,
     cache: Path,
     *,
-    admit: Callable[[Path], object],
+    admit: Callable[[Path], Callable[[Path], object] | None],
     console: Console | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> Path:
     """Make sure that `model` is in the hub's cache, whole, and return its folder there.
 
-    admit: called with the folder before it has weights; raises ModelError for a model that should not be fetched.
+    admit: called with the folder before it has weights; raises ModelError for a model that should not be fetched, and
+    returns what checks the whole folder; None: it is checked as a model's.
     cache: ours, for remembered digests. Asks the hub each time; files in the cache are not downloaded again, and
     suffice if the hub cannot be reached. Shows the library's progress if `console` (default: standard error) is a
     terminal.
@@ -67,12 +68,19 @@ def fetch_from_hub(
         raise ModelError(f"{model} cannot be fetched: {error}") from error
 
 
-def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows: bool, stall_seconds: float) -> Path:
+def _fetch(
+    model: HubModel,
+    cache: Path,
+    admit: Callable[[Path], Callable[[Path], object] | None],
+    shows: bool,
+    stall_seconds: float,
+) -> Path:
     here = hub_cache()
     _run(model, here, (*CONFIGURATION_FILES, *TOKENIZER_FILES, INDEX), shows=shows, stall_seconds=stall_seconds)
     folder = snapshot(model, here)
-    find_model(str(folder), cache=cache)
-    admit(folder)
+    check = admit(folder)
+    if check is None:
+        find_model(str(folder), cache=cache)
     weights = shards_listed(folder / INDEX) if (folder / INDEX).is_file() else (WEIGHTS,)
     pinned = HubModel(model.name, folder.name)
     _run(pinned, here, weights, shows=shows, stall_seconds=stall_seconds)
@@ -80,7 +88,10 @@ def _fetch(model: HubModel, cache: Path, admit: Callable[[Path], object], shows:
     for name in sorted({*weights, *weight_files(folder)}):
         if (folder / name).exists():
             _check_digest(folder / name, model, cache)
-    return check_model(str(folder), cache=cache).folder
+    if check is None:
+        return check_model(str(folder), cache=cache).folder
+    check(folder)
+    return folder
 
 
 def _run(model: HubModel, here: Path, files: Sequence[str], *, shows: bool, stall_seconds: float) -> None:

@@ -30,6 +30,7 @@ from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.drafter_memory import (
     Positions,
     RingMemory,
+    RingShape,
     buffers_of,
     memory_demand,
     write_entries,
@@ -44,16 +45,23 @@ from kv_cache_proposer.drafter_errors import DrafterError
 class BlockDrafter(ABC):
     """One network for all sessions. It draws from the target's embedding and head, which stay the target's."""
 
-    # Does a session's memory have room for entries of the block?
-    keeps_block = False
+    def __init__(self, config: DFlashConfig, *, hidden: int, vocabulary: int, keeps_block: bool = False) -> None:
+        """hidden, vocabulary: the target's. keeps_block: a session's memory has room for entries of the block.
 
-    def __init__(self, config: DFlashConfig, *, hidden: int, vocabulary: int) -> None:
-        """hidden, vocabulary: the target's. Raises DrafterError for a target it does not fit."""
+        Raises DrafterError for a target it does not fit.
+        """
         if hidden != config.hidden:
             raise DrafterError(f"the drafter's hidden states have {config.hidden} numbers, the target's {hidden}")
         if config.mask_token_id >= vocabulary:
             raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocabulary} ids")
         self.config = config
+        self._ring = RingShape(
+            layers=config.layers,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            window=config.context_window,
+            block=config.block_size if keeps_block else 0,
+        )
         self._method = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
 
     @abstractmethod
@@ -91,10 +99,10 @@ class BlockDrafter(ABC):
         return self._method.longest
 
     def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        return (memory_demand(self.config, geometry, keeps_block=self.keeps_block),)
+        return (memory_demand(self._ring, geometry),)
 
     def open(self, context: KVContext) -> DraftMemory | None:
-        return RingMemory.reserve(self.config, context, keeps_block=self.keeps_block)
+        return RingMemory.reserve(self._ring, context)
 
     @abstractmethod
     def prepare(self, context: KVContext) -> None: ...
@@ -106,7 +114,7 @@ class BlockDrafter(ABC):
         seen = [one for one in seen if len(one.token_ids)]
         if not seen:
             return
-        memories = [_ring(one.memory) for one in seen]
+        memories = [ring_of(one.memory) for one in seen]
         kept = [memory.hold(one.first, len(one.token_ids)) for memory, one in zip(memories, seen, strict=True)]
         taps, positions = [], []
         for one, (places, _) in zip(seen, kept, strict=True):
@@ -124,8 +132,8 @@ class BlockDrafter(ABC):
         first = np.array([len(one.history) - 1 for one in wanted], dtype=np.int64)
         ids = np.full((len(wanted), self.config.block_size), self.config.mask_token_id, dtype=np.int64)
         ids[:, 0] = [int(one.history[-1]) for one in wanted]
-        memories = [_ring(one.memory) for one in wanted]
-        keys, temperatures = _noise(wanted, self.longest)
+        memories = [ring_of(one.memory) for one in wanted]
+        keys, temperatures = noise_of(wanted, self.longest)
         with torch.inference_mode():
             draft_tokens = self.choose(memories, ids, first, keys, temperatures, max(limits))
         return [draft_tokens[place, :limit].astype(np.uint32) for place, limit in enumerate(limits)]
@@ -150,7 +158,7 @@ class DFlashDrafter(BlockDrafter):
 
     def prepare(self, context: KVContext) -> None:
         if self._records_graphs:
-            buffers = buffers_of(self.config, context)
+            buffers = buffers_of(self.config.head_dim, context)
             self._graphs[context.pool] = DrafterGraphs(
                 self._network, self._words, buffers, taps_dtype=next(self._network.parameters()).dtype
             )
@@ -194,23 +202,32 @@ class DFlashDrafter(BlockDrafter):
         """Every layer's entries of all sessions, padded to the longest ring buffer in use, each block's mask, and the
         entries' positions [N, count].
         """
-        config = self.config
-        count = max(memory.used for memory in memories)
-        visible = np.ones((len(memories), count + config.block_size), dtype=np.bool_)
-        held = np.stack([memory.held[:count] for memory in memories])
-        parts: list[tuple[Tensor, Tensor]] = []
-        for place, (memory, position) in enumerate(zip(memories, first.tolist(), strict=True)):
-            visible[place, :count] = memory.visible(position, count)
-            keys, values = memory.states(min(count, memory.used))
-            short = count - keys.shape[2]
-            parts.append((_padded(keys, short), _padded(values, short)))
-        keys, values = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))  # [layers, N, Hkv, count, D]
+        (keys, values), visible, held = padded_entries(memories, first.tolist(), self.config.block_size)
         mask = torch.from_numpy(visible).to(self._device)[:, None, None]
         return list(zip(keys, values, strict=True)), mask, torch.from_numpy(held).to(self._device)
 
 
-def _noise(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What `choosing.Draws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
+def padded_entries(
+    memories: Sequence[RingMemory], first: Sequence[int], places: int
+) -> tuple[tuple[Tensor, Tensor], NDArray[np.bool_], Positions]:
+    """K and V of all sessions, padded to the longest ring buffer in use: [layers, N, Hkv, count, D] each; what is seen
+    of them from the positions `first`, and of `places` more behind them: [N, count + places]; and their positions
+    [N, count].
+    """
+    count = max(memory.used for memory in memories)
+    visible = np.ones((len(memories), count + places), dtype=np.bool_)
+    parts: list[tuple[Tensor, Tensor]] = []
+    for place, (memory, position) in enumerate(zip(memories, first, strict=True)):
+        visible[place, :count] = memory.visible(position, count)
+        keys, values = memory.states(min(count, memory.used))
+        short = count - keys.shape[2]
+        parts.append((_padded(keys, short), _padded(values, short)))
+    keys, values = (torch.stack(part, dim=1) for part in zip(*parts, strict=True))
+    return (keys, values), visible, np.stack([memory.held[:count] for memory in memories])
+
+
+def noise_of(wanted: Sequence[Wanted], places: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """What `TargetDraws` holds, for drafts of so many places: keys [N, places] and temperatures [N]."""
     keys = np.zeros((len(wanted), places), dtype=np.int64)
     for own, one in zip(keys, wanted, strict=True):
         if one.temperature:
@@ -223,6 +240,6 @@ def _padded(states: Tensor, count: int) -> Tensor:
     return F.pad(states, (0, 0, 0, count)) if count else states
 
 
-def _ring(memory: DraftMemory | None) -> RingMemory:
+def ring_of(memory: DraftMemory | None) -> RingMemory:
     assert isinstance(memory, RingMemory), "a session's memory is the one that `open` gave"
     return memory

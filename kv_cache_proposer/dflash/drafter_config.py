@@ -73,11 +73,6 @@ class DFlashConfig:
             (window, bool(causal)) for window, causal in zip(self.windows or none, self.causal or none, strict=True)
         )
 
-    @property
-    def elements_per_position(self) -> int:
-        """Numbers of K, and as many of V, that the drafter keeps of one position."""
-        return self.layers * self.kv_heads * self.head_dim
-
     @staticmethod
     def from_json(content: Any) -> DFlashConfig:
         """Raises DrafterError for what is missing or unknown."""

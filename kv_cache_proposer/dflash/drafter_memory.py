@@ -1,8 +1,10 @@
-"""A DFlash drafter's cache for one session: K and V of the last `context_window` positions, in every draft layer.
+"""A drafting network's cache for one session: K and V of the last `window` positions, in every draft layer.
 
     buffer of K   [layers, Hkv, window, D]   a position's slot is its remainder by the window
                   [Hkv, block, D]            of the block that is drafted, where the drafter keeps it: layer after layer
     buffer of V   likewise
+    behind both   [carried]                  of the last position, what its entry will be made of, where that needs the
+                                             token after it
 
 The memory is part of the sessions' pool and reserved while the session exists. Its slots are overwritten as the history
 grows. `held` gives the position in each slot: where a position was never observed the slot keeps an older one, which is
@@ -23,9 +25,37 @@ from torch import Tensor
 from inference_engine.kv.context import DraftMemory, KVContext
 from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.memory.pool import Demand, KVBuffer, Pool, Run
-from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 
 Positions = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RingShape:
+    """layers, kv_heads, head_dim: of the entries. window: positions in the ring buffer.
+
+    block: places of a block whose entries lie behind it; 0: none. carried: numbers that lie behind those.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    block: int = 0
+    carried: int = 0
+
+    @property
+    def elements_per_position(self) -> int:
+        """Numbers of K, and as many of V."""
+        return self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def block_vectors(self) -> int:
+        return self.kv_heads * self.block
+
+    @property
+    def carried_vectors(self) -> int:
+        """Each has room for a key and a value."""
+        return -(-self.carried // (2 * self.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +67,34 @@ class Sight:
     end: int
 
 
-def memory_demand(config: DFlashConfig, geometry: Geometry, *, keeps_block: bool = False) -> Demand:
+def memory_demand(shape: RingShape, geometry: Geometry) -> Demand:
     """One session's share of the pool: its entries, and room to begin them at a multiple of their size."""
-    elements = config.elements_per_position * config.context_window + config.head_dim
-    elements += _block_elements(config) if keeps_block else 0
-    return Demand.of(geometry, 2 * elements)
+    vectors = shape.layers * shape.kv_heads * shape.window + shape.block_vectors + shape.carried_vectors
+    return Demand.of(geometry, 2 * shape.head_dim * (vectors + 1))
 
 
 class RingMemory(DraftMemory):
     """One session's entries. Only the engine's thread accesses them; `reserve` may be called from any thread."""
 
-    def __init__(
-        self, config: DFlashConfig, context: KVContext, demand: Demand, starts: tuple[int, ...], *, keeps_block: bool
-    ) -> None:
-        self._config = config
-        self._block_bytes = 2 * _block_elements(config) * context.geometry.itemsize if keeps_block else 0
+    def __init__(self, shape: RingShape, context: KVContext, demand: Demand, starts: tuple[int, ...]) -> None:
+        self._shape = shape
         self._context = context
         self._demand = demand
         self._starts: tuple[int, ...] | None = starts
         # In vectors of the drafter's head size, whatever the model's is.
-        self.first_vector = -(-starts[0] // (2 * config.head_dim))
-        self.held: Positions = np.full(config.context_window, -1, dtype=np.int64)
+        self.first_vector = -(-starts[0] // (2 * shape.head_dim))
+        self.held: Positions = np.full(shape.window, -1, dtype=np.int64)
         self.used = 0  # slots before this one have been written or zeroed
         self._run = 0, 0  # the last positions that were observed without a gap: the first, and one past the last
         self._has_block = False
+        self.carried_at: int | None = None  # the position that what is carried is of
 
     @staticmethod
-    def reserve(config: DFlashConfig, context: KVContext, *, keeps_block: bool = False) -> RingMemory | None:
-        """None, with nothing reserved, if the pool has no room.
-
-        keeps_block: entries of the block that is drafted lie behind the ring buffer.
-        """
-        demand = memory_demand(config, context.geometry, keeps_block=keeps_block)
+    def reserve(shape: RingShape, context: KVContext) -> RingMemory | None:
+        """None, with nothing reserved, if the pool has no room."""
+        demand = memory_demand(shape, context.geometry)
         starts = context.pool.reserve((demand,))
-        return None if starts is None else RingMemory(config, context, demand, starts, keeps_block=keeps_block)
+        return None if starts is None else RingMemory(shape, context, demand, starts)
 
     @property
     def pool(self) -> Pool:
@@ -82,16 +106,19 @@ class RingMemory(DraftMemory):
         return () if self._starts is None else self._context.pool.runs((self._demand,), self._starts)
 
     def held_bytes(self) -> int:
-        page = self._context.geometry.page_tokens
-        slots = min(self._config.context_window, -(-self.used // page) * page)
-        entries = slots * 2 * self._config.elements_per_position * self._context.geometry.itemsize
-        return entries + (self._block_bytes if self._has_block else 0)
+        page, shape = self._context.geometry.page_tokens, self._shape
+        slots = min(shape.window, -(-self.used // page) * page)
+        vectors = shape.block_vectors if self._has_block else 0
+        vectors += shape.carried_vectors if self.carried_at is not None else 0
+        elements = slots * shape.elements_per_position + vectors * shape.head_dim
+        return 2 * elements * self._context.geometry.itemsize
 
     def clear(self) -> None:
         self.held[:] = -1
         self.used = 0
         self._run = 0, 0
         self._has_block = False
+        self.carried_at = None
 
     def release(self) -> None:
         if self._starts is not None:
@@ -103,7 +130,7 @@ class RingMemory(DraftMemory):
 
         Returns which of the `count` entries are to be written, the last ones, and their slots. The caller writes them.
         """
-        window = self._config.context_window
+        window = self._shape.window
         places = np.arange(max(0, count - window), count, dtype=np.int64)
         slots = (first + places) % window
         reach = int(slots.max()) + 1
@@ -120,17 +147,31 @@ class RingMemory(DraftMemory):
 
     def block_vectors(self) -> Positions:
         """[Hkv, block], where entries of a block go. They count as held from now on."""
-        assert self._block_bytes, "this memory has no room for a block"
+        assert self._shape.block, "this memory has no room for a block"
         self._has_block = True
-        config = self._config
-        first = self.first_vector + config.layers * config.kv_heads * config.context_window
-        return first + np.arange(config.kv_heads * config.block_size).reshape(config.kv_heads, config.block_size)
+        shape = self._shape
+        return self._behind_ring + np.arange(shape.block_vectors).reshape(shape.kv_heads, shape.block)
+
+    def carry(self, position: int, vector: Tensor) -> None:
+        """Keep the vector [carried] of a position, in the place of what was carried."""
+        self.carried()[:] = vector
+        self.carried_at = position
+
+    def carried(self) -> Tensor:
+        """A view: [carried]."""
+        first = self._behind_ring + self._shape.block_vectors
+        vectors = _buffer_of(self._shape.head_dim, self._context).vectors
+        return vectors[first : first + self._shape.carried_vectors].view(-1)[: self._shape.carried]
+
+    @property
+    def _behind_ring(self) -> int:
+        return self.first_vector + self._shape.layers * self._shape.kv_heads * self._shape.window
 
     def sight(self, position: int, since: int = 0) -> Sight:
         """The slots of the last positions before `position` that were observed without a gap, of a window at most, from
         position `since` on.
         """
-        window = self._config.context_window
+        window = self._shape.window
         first, end = max(self._run[0], position - window, self._run[1] - window, since), self._run[1]
         if first >= end:
             return Sight(0, 0, 0)
@@ -139,37 +180,35 @@ class RingMemory(DraftMemory):
 
     def index(self, slots: Positions) -> NDArray[np.int64]:
         """Vectors of the buffer: for each layer and head, those of the slots; flat."""
-        head_starts = (
-            np.arange(self._config.layers * self._config.kv_heads, dtype=np.int64) * self._config.context_window
-        )
+        head_starts = np.arange(self._shape.layers * self._shape.kv_heads, dtype=np.int64) * self._shape.window
         return (self.first_vector + head_starts[:, None] + slots[None, :]).reshape(-1)
 
     def states(self, count: int) -> tuple[Tensor, Tensor]:
         """K and V of the first `count` slots: [layers, Hkv, count, D] each, views."""
-        config = self._config
-        shape = (config.layers, config.kv_heads, config.context_window, config.head_dim)
-        own = slice(self.first_vector, self.first_vector + config.layers * config.kv_heads * config.context_window)
-        keys, values = (part[own].view(shape)[:, :, :count] for part in self.buffers())
+        shape = self._shape
+        whole = (shape.layers, shape.kv_heads, shape.window, shape.head_dim)
+        own = slice(self.first_vector, self._behind_ring)
+        keys, values = (part[own].view(whole)[:, :, :count] for part in self.buffers())
         return keys, values
 
     def visible(self, position: int, count: int) -> NDArray[np.bool_]:
         """Which of the first `count` slots a block that begins at `position` sees: those of the window before it."""
         held = self.held[:count]
-        return (held >= 0) & (held < position) & (held >= position - self._config.context_window)
+        return (held >= 0) & (held < position) & (held >= position - self._shape.window)
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """See `buffers_of`."""
-        return buffers_of(self._config, self._context)
+        return buffers_of(self._shape.head_dim, self._context)
 
 
-def _block_elements(config: DFlashConfig) -> int:
-    return config.kv_heads * config.block_size * config.head_dim
-
-
-def buffers_of(config: DFlashConfig, context: KVContext) -> tuple[Tensor, Tensor]:
+def buffers_of(head_dim: int, context: KVContext) -> tuple[Tensor, Tensor]:
     """All of the pool, K and V, as vectors of the drafter's head size: [R, D] each."""
-    buffer = KVBuffer.over(context.pool.memory, EntryShape(config.head_dim, config.head_dim))
+    buffer = _buffer_of(head_dim, context)
     return buffer.keys, buffer.values
+
+
+def _buffer_of(head_dim: int, context: KVContext) -> KVBuffer:
+    return KVBuffer.over(context.pool.memory, EntryShape(head_dim, head_dim))
 
 
 def write_index(memories: Sequence[RingMemory], slots: Sequence[Positions]) -> Positions:

@@ -55,8 +55,6 @@ _ROWS = 64
 class NativeDrafter(BlockDrafter):
     """Draws from the target's embedding and head, which stay packed once."""
 
-    keeps_block = True
-
     def __init__(
         self, network: DFlashNetwork, target: Program, *, observe_weights: str = "bfloat16", weights: str = "int8"
     ) -> None:
@@ -68,7 +66,7 @@ class NativeDrafter(BlockDrafter):
         Raises DrafterError for a target it does not fit, NotNative for a network that the kernels do not run.
         """
         config, steps = network.config, target.steps
-        super().__init__(config, hidden=steps.hidden, vocabulary=steps.vocabulary)
+        super().__init__(config, hidden=steps.hidden, vocabulary=steps.vocabulary, keeps_block=True)
         if config.head_dim % 16:
             raise NotNative(f"the drafter has heads of {config.head_dim} numbers, which is no multiple of 16")
         head = _head_of(steps)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,25 +42,51 @@ class RMSNorm(nn.Module):
         return F.rms_norm(states.float(), self.weight.shape, self.weight.float(), self.eps).to(states.dtype)
 
 
+class LayerSizes(Protocol):
+    """What the layers of drafters are made by."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def query_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
 class DrafterAttention(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: LayerSizes, *, inputs: int | None = None, norms_heads: bool = True) -> None:
+        """inputs: numbers of a state that it reads; None: those that it gives. norms_heads: as Qwen3 does."""
         super().__init__()
+        inputs = inputs or config.hidden
         self.head_dim = config.head_dim
         self.group = config.query_heads // config.kv_heads
-        self.q_proj = nn.Linear(config.hidden, config.query_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
+        self.q_proj = nn.Linear(inputs, config.query_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.query_heads * config.head_dim, config.hidden, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config.norm_eps) if norms_heads else nn.Identity() for _ in range(2)
+        )
 
     def entries(self, states: Tensor, angles: Angles) -> Entries:
         """K and V of states [N, S, hidden]."""
         return rotate(self.k_norm(self._split(self.k_proj(states))), angles), self._split(self.v_proj(states))
 
     def forward(self, states: Tensor, angles: Angles, context: Entries, mask: Tensor) -> Tensor:
+        own = self.entries(states, angles)
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, own, strict=True))
+        return self.attend(states, angles, (keys, values), mask)
+
+    def attend(self, states: Tensor, angles: Angles, entries: Entries, mask: Tensor) -> Tensor:
+        """entries: all that may be read, those of `states` among them."""
         queries = rotate(self.q_norm(self._split(self.q_proj(states))), angles)
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(context, self.entries(states, angles), strict=True))
+        keys, values = entries
         if mask.shape[2] == 1:  # the same for every query, so all that share keys are one head's
             together = queries.reshape(*keys.shape[:2], -1, self.head_dim)
             # Few queries of few heads: products over all keys at once are faster than one fused kernel.
@@ -78,7 +105,7 @@ class DrafterAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: LayerSizes) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
         self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
@@ -132,7 +159,7 @@ class DFlashNetwork(nn.Module):
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.chain = Chain(config) if config.chain else None
-        self._turns: Tensor | None = None
+        self._rotation = PlainRotation(config.head_dim, config.rope_theta)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[Entries]:
         """Every layer's K and V of tokens: taps [N, S, taps, hidden], positions [N, S] absolute."""
@@ -156,7 +183,7 @@ class DFlashNetwork(nn.Module):
         angles = self.angles(positions)
         states = block
         masks = {
-            reach: _additive(self._narrowed(mask, positions, held, *reach), block.dtype)
+            reach: additive(self._narrowed(mask, positions, held, *reach), block.dtype)
             for reach in dict.fromkeys(self.config.reaches)
         }
         for layer, entries, reach in zip(self._layers(), context, self.config.reaches, strict=True):
@@ -178,24 +205,36 @@ class DFlashNetwork(nn.Module):
         return mask & seen[:, None]
 
     def angles(self, positions: Tensor) -> Angles:
-        """In float64 until the cosine: far positions keep exact distances. In the dtype of what they turn."""
-        if self._turns is None or self._turns.device != positions.device:
-            # Once, where it is used: a buffer would be rounded with the weights.
-            exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float64, device=positions.device)
-            self._turns = self.config.rope_theta ** -(exponents / self.config.head_dim)
-        angle = positions[:, None, :, None] * self._turns
-        cos, sin = angle.cos().to(self.norm.weight.dtype), angle.sin().to(self.norm.weight.dtype)
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return self._rotation.angles(positions, self.norm.weight.dtype)
 
     def _layers(self) -> list[DrafterLayer]:
         return [layer for layer in self.layers if isinstance(layer, DrafterLayer)]
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask for all queries as it is added to scores: what takes a bool makes it so again in every layer."""
     if mask.shape[2] != 1:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+
+
+class PlainRotation:
+    """RoPE with one base, and no scaling."""
+
+    def __init__(self, head_dim: int, theta: float) -> None:
+        self._head_dim = head_dim
+        self._theta = theta
+        self._turns: Tensor | None = None
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
+        """In float64 until the cosine: far positions keep exact distances. positions: [N, S]."""
+        if self._turns is None or self._turns.device != positions.device:
+            # Once, where it is used: a buffer would be rounded with the weights.
+            exponents = torch.arange(0, self._head_dim, 2, dtype=torch.float64, device=positions.device)
+            self._turns = self._theta ** -(exponents / self._head_dim)
+        angle = positions[:, None, :, None] * self._turns
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rotate(states: Tensor, angles: Angles) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.dflash.network import DFlashNetwork
+from kv_cache_proposer.eagle3.eagle3_network import Eagle3Config, Eagle3Network
 from laboratory.training.corpus_store import Text
 from laboratory.training.drafter_init import config_for, new_network
 from tests.tiny import tiny_model
@@ -41,6 +42,33 @@ def chained_network(**changes: int) -> DFlashNetwork:
     generator = torch.Generator().manual_seed(5)
     weight = network.chain.out_proj.weight
     weight.copy_(torch.randn(weight.shape, generator=generator))
+    return network
+
+
+def tiny_eagle3(*, seed: int = 0, **changes: Any) -> Eagle3Network:
+    """Of TinyModel's sizes, with weights large enough that drafts are far apart; it drafts every second id."""
+    shape: dict[str, Any] = {
+        "hidden": 64,
+        "target_hidden": 64,
+        "query_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "intermediate": 96,
+        "vocabulary": 128,
+        "draft_vocabulary": 48,
+        "tap_layers": (0, 1, 2),
+        "longest": 5,
+        "context_window": 24,
+        "rope_theta": 10_000.0,
+        "norm_eps": 1e-6,
+        **changes,
+    }
+    network = Eagle3Network(Eagle3Config(**shape)).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in network.parameters():
+        drawn = torch.randn(weight.shape, generator=generator)
+        weight.copy_(drawn * 0.3 if weight.ndim == 2 else 1 + drawn * 0.2)
+    network.draft_ids = torch.arange(network.config.draft_vocabulary) * 2 + 9
     return network
 
 

@@ -173,7 +173,8 @@ def _draft_without(network: DFlashNetwork, ids: Tensor, missing: range) -> list[
 def test_memory_is_bounded_counted_and_given_back() -> None:
     network = tiny_network()
     drafter, place = make_drafter(network), context()
-    entry_bytes = 2 * network.config.elements_per_position * place.geometry.itemsize
+    config = network.config
+    entry_bytes = 2 * config.layers * config.kv_heads * config.head_dim * place.geometry.itemsize
     memory = opened(drafter, place)
     reserved = place.pool.reserved_bytes
     assert memory.held_bytes() == 0

@@ -16,8 +16,8 @@ from torch import Tensor
 from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.dflash.drafter_files import MANIFEST, TENSORS, load_drafter, save_drafter, stored_target
-from kv_cache_proposer.dflash.published import load_published
 from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
+from kv_cache_proposer.published_drafters import load_published
 from kv_cache_proposer.stored import StoredManifest
 from tests.kv_cache_proposer.drafter_cases import tiny_network
 

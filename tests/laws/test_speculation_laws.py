@@ -19,10 +19,11 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.dflash.drafter import DFlashDrafter
 from kv_cache_proposer.dflash.target import words_of
+from kv_cache_proposer.eagle3.eagle3_drafter import Eagle3Drafter
 from kv_cache_proposer.hybrid import HybridDrafter
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.decode.plain_sampling import filtered_probabilities
-from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_network
+from tests.kv_cache_proposer.drafter_cases import chained_network, tiny_eagle3, tiny_network
 from tests.laws.drafters import Failing, Knowing, Plain, Remembering, Wrong
 from tests.laws.variants import (
     LENGTH,
@@ -68,7 +69,8 @@ def drafters(said: list[int], place: int) -> Iterator[Drafter]:
     words = words_of(tiny_forward().seam.model)
     networks = [DFlashDrafter(network, words) for network in (tiny_network(), chained_network())]
     hybrid = HybridDrafter(networks[0], NgramDrafter(min_ngram=1, max_ngram=2))
-    others: list[Drafter] = [Remembering(), NgramDrafter(min_ngram=1), *networks, hybrid]
+    eagle = Eagle3Drafter(tiny_eagle3(), words.embeddings, target_hidden=64)
+    others: list[Drafter] = [Remembering(), eagle, NgramDrafter(min_ngram=1), *networks, hybrid]
     yield others[place % len(others)]
 
 

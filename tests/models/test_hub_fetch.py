@@ -10,17 +10,21 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from rich.console import Console
 
+from inference_engine.backends.base import Forward
 from inference_engine.cli import models as command
+from inference_engine.compose import drafter_identity
 from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError
 from inference_engine.models import HubModel, fetch_from_hub, find_model, hub_download, hub_fetch, load_model
 from inference_engine.models.hub import snapshot
 from tests.further import further
+from tests.kv_cache_proposer.test_eagle3 import NESTED, made
 from tests.models.hub_entry import share
 from tests.models.hub_server import Hub, served
 from tests.models.tiny_folder import logits, tiny_llama
@@ -125,6 +129,28 @@ def test_what_is_here_is_not_downloaded_again(hub: Hub, cache: Path, monkeypatch
         hub.asked.clear()
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
     assert not any(path.startswith("/large/") for path in hub.asked)
+
+
+def test_a_drafter_is_fetched_by_its_name_and_taken_by_it(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a format whose configuration is no model's; one that cannot be run is refused before its weights are asked."""
+    drafter = made(tmp_path / "drafter", NESTED)
+    files = {path.name: path.read_bytes() for path in drafter.iterdir()}
+    hub, config = Hub(name=NAME, commit=COMMIT, files=files), ModelConfig(model="none", drafter=NAME)
+    with pytest.raises(ModelError, match=f"get it with: kakeya models fetch {NAME}"):
+        drafter_identity(config, cast(Forward, None))
+    with served(hub):
+        content = files["config.json"]
+        hub.files["config.json"] = content.replace(b'"silu"', b'"gelu"')
+        assert "hidden_act is 'gelu'" in refused(hub, monkeypatch, cache, capsys)
+        assert hub.fetched() == {"config.json"}
+    hub = Hub(name=NAME, commit=COMMIT[::-1], files=files | {"config.json": content, "eagle3.py": b"raise SystemExit"})
+    with served(hub):
+        assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
+    assert f"its target is served with --drafter {NAME}" in capsys.readouterr().out
+    assert hub.fetched() == {"config.json", "model.safetensors"}
+    assert drafter_identity(config, cast(Forward, None))["tensors_sha256"]
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -243,7 +269,7 @@ def test_a_hub_that_stops_sending_is_given_up(
     with served(hub):
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         with pytest.raises(ModelError, match="has arrived for 5 seconds"):
-            fetch_from_hub(HubModel(NAME), cache, admit=str, stall_seconds=5.0)
+            fetch_from_hub(HubModel(NAME), cache, admit=lambda _: None, stall_seconds=5.0)
     assert any(path.startswith("/large/") for path in hub.asked)
     blobs = HubModel(NAME).entry(tmp_path / "hub") / "blobs"
     assert not list(blobs.glob("*.incomplete")), "it would never be used"
