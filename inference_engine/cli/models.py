@@ -202,14 +202,16 @@ def _show(checked: CheckedFolder, settings: ModelConfig, *, verified: bool) -> T
 
 
 def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
-    from inference_engine.models.tokenizer_ids import check_tokenizer_ids, file_end_ids
+    from inference_engine.models.tokenizer_ids import check_tokenizer_ids
+    from inference_engine.server.http.turn_ends import model_end_ids
 
+    rows = sizes(read_config(checked), checked.folder)[1]
     try:
         folder = tokenizer_folder(settings.model, settings.cache_path)
-        said = check_tokenizer_ids(checked, folder, sizes(read_config(checked), checked.folder)[1])
+        said = check_tokenizer_ids(checked, folder, rows)
     except ModelError as error:
         return f"none that can be used: {error}"
-    ends = ", ".join(map(str, file_end_ids(checked, folder))) or "none"
+    ends = ", ".join(map(str, model_end_ids(checked, folder, rows))) or "none"
     return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}"
 
 

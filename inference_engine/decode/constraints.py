@@ -29,6 +29,7 @@ MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
 # Of what those were compiled from: a schema takes up to a hundred times its size.
 MOST_SOURCE_BYTES, MOST_SOURCE_BYTES_PER_OWNER = 2**21, 2**18
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
+_MOST_PARTS = 256  # of a text that must follow, of MOST_ROLLED_BACK ids each: as long as a constraint may be
 _COMPILERS, _WORKERS = 4, 2
 _COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
 _RETRY_SECONDS = 1.0
@@ -164,8 +165,11 @@ class Constraints:
         if automaton.is_over or automaton.broken or not automaton.mask().any():
             reason = f": {automaton.broken}" if automaton.broken else ""
             raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it{reason}")
-        # To the first place that leaves something open, or as far as is known at once.
-        if all(map(automaton.consume, automaton.forced())) and not automaton.is_over:
+        # To the first place that leaves something open: what must follow is known a part at a time.
+        for _ in range(_MOST_PARTS):
+            if not (forced := automaton.forced()) or not all(map(automaton.consume, forced)):
+                break
+        if not automaton.is_over and not automaton.broken:
             automaton.mask()
         if automaton.broken:
             raise InvalidConstraint(

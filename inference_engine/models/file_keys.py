@@ -178,6 +178,7 @@ ARCHITECTURE_KEYS = _keys(
 
 _ID = "this token of the tokenizer has this id; absent or 2³²−1 means none"
 _END = f"{_ID}; it ends a turn"
+_END_OF_FILLING = f"{_END}, as in llama.cpp"
 _FILL = "no token is filled in between a prefix and a suffix"
 _NO_UNIGRAM = "of Unigram tokenizers, which are refused by `tokenizer.ggml.model`"
 _NO_WORDPIECE = "of WordPiece tokenizers, which are refused by `tokenizer.ggml.model`"
@@ -209,9 +210,9 @@ TOKENIZER_KEYS: Keys = MappingProxyType(
         "tokenizer.ggml.fim_pre_token_id": (NO_EFFECT, _FILL),
         "tokenizer.ggml.fim_suf_token_id": (NO_EFFECT, _FILL),
         "tokenizer.ggml.fim_mid_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_pad_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_rep_token_id": (NO_EFFECT, _FILL),
-        "tokenizer.ggml.fim_sep_token_id": (NO_EFFECT, _FILL),
+        "tokenizer.ggml.fim_pad_token_id": (HONOURED, _END_OF_FILLING),
+        "tokenizer.ggml.fim_rep_token_id": (HONOURED, _END_OF_FILLING),
+        "tokenizer.ggml.fim_sep_token_id": (HONOURED, _END_OF_FILLING),
         "tokenizer.ggml.prefix_token_id": (NO_EFFECT, _FILL),
         "tokenizer.ggml.suffix_token_id": (NO_EFFECT, _FILL),
         "tokenizer.ggml.middle_token_id": (NO_EFFECT, _FILL),

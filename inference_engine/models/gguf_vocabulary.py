@@ -39,32 +39,18 @@ NAMED = {
 }
 _ENDS = ("eos_token", "eot_token", "eom_token")
 _MORE_ENDS = "tokenizer.ggml.eos_token_ids"
-# Texts of tokens that llama.cpp takes for control tokens that end a turn, whatever their types, and the ids by name.
-_END_TEXTS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<end_of_utterance>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<EOT>",
-        "_<EOT>",
-        "<|return|>",
-        "<|call|>",
-        "<eos>",
-        "<turn|>",
-        "</s>",
-        "[EOT]",
-        "[EOS]",
-    }
-)
+# Behind a text that was filled in, and before another file: llama.cpp ends there, too.
+_FILLED_ENDS = tuple(f"tokenizer.ggml.fim_{name}_token_id" for name in ("pad", "rep", "sep"))
+# Texts of tokens that llama.cpp takes for control tokens that end what is generated, whatever their types, and the ids
+# by name. `_end_texts` has the exceptions.
+_ENDS_BY_TEXT = """
+    <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <end_of_utterance> <|endoftext|> <|end_of_text|> <EOT> _<EOT>
+    <|return|> <|call|> <|calls|> <|flush|> <eos> <turn|> </s> [EOT] [EOS] <｜end▁of▁sentence｜>
+    <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
+"""
+_END_TEXTS = frozenset(_ENDS_BY_TEXT.split())
 # Behind it the result of a tool is filled in: it ends a turn, and is text.
 _TOOL_RESULT = "<|tool_response>"
-# Of gpt-oss, where this one is behind every message, and those two behind a turn.
-_END_OF_MESSAGE, _ENDS_BEHIND_MESSAGES = "<|end|>", {"<|return|>", "<|call|>"}
 # Kinds of tokenizers that spell spaces ▁, and bytes that are no token <0x00>.
 SENTENCEPIECE, GEMMA4 = "llama", "gemma4"
 _SENTENCEPIECE_DEFAULTS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
@@ -159,7 +145,13 @@ def vocabulary_of(header: GgufHeader) -> GgufVocabulary:
 
 def _end_texts(texts: Sequence[str]) -> frozenset[str]:
     """Of `_END_TEXTS`, those that end a turn of a model with these tokens."""
-    return _END_TEXTS - {_END_OF_MESSAGE} if {*texts} >= _ENDS_BEHIND_MESSAGES else _END_TEXTS
+    there, none = {*texts}, set()
+    # Of gpt-oss and Solar Open, where it is behind every message, and others behind a turn.
+    if there & {"<|call|>", "<|calls|>"} and there & {"<|return|>", "<|flush|>"}:
+        none.add("<|end|>")
+    if _TOOL_RESULT in there:
+        none.add("</s>")  # Gemma 4 has a tag of HTML of this text
+    return _END_TEXTS - none
 
 
 def _check_keys(header: GgufHeader) -> None:
@@ -178,6 +170,7 @@ def _named(header: GgufHeader, tokens: int, is_sentencepiece: bool) -> Mapping[s
     for key, at in [
         *((NAMED[name], at) for name, at in named.items()),
         *((_MORE_ENDS, at) for at in _more_ends(header)),
+        *_filled_ends(header),
     ]:
         if not 0 <= at < tokens:
             raise ModelError(
@@ -193,6 +186,11 @@ def _more_ends(header: GgufHeader) -> list[int]:
     return [int(at) for at in found if at != _NONE]
 
 
+def _filled_ends(header: GgufHeader) -> list[tuple[str, int]]:
+    found = ((key, header.number(key)) for key in _FILLED_ENDS)
+    return [(key, at) for key, at in found if at is not None and at != _NONE]
+
+
 def named_id(header: GgufHeader, name: str) -> int | None:
     """The id of a token by its name in tokenizer_config.json, such as `pad_token`; None for one that is no row."""
     defaults = _SENTENCEPIECE_DEFAULTS if header.text("tokenizer.ggml.model") == SENTENCEPIECE else {}
@@ -202,9 +200,10 @@ def named_id(header: GgufHeader, name: str) -> int | None:
 
 
 def named_end_ids(header: GgufHeader) -> list[int]:
-    """The ids that the header names as ends of a turn: of eos, eot and eom, and more of eos."""
+    """The ids that the header names as ends of a turn: of eos, eot and eom, more of eos, and what is filled in."""
     ids = [named_id(header, name) for name in _ENDS]
-    ids += [at for at in _more_ends(header) if 0 <= at < _rows(header)]
+    more = (*_more_ends(header), *(at for _, at in _filled_ends(header)))
+    ids += [at for at in more if 0 <= at < _rows(header)]
     return list(dict.fromkeys(at for at in ids if at is not None))
 
 

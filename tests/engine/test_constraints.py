@@ -66,6 +66,17 @@ REFUSED = {
         ConstraintKind.JSON_SCHEMA,
         {"enum": [{"n": f"v{at}"} for at in range(6000)]},
     ),
+    "a choice that is too dear, behind a long text that must follow": (
+        ConstraintKind.JSON_SCHEMA,
+        {
+            "type": "array",
+            "prefixItems": [
+                {"const": "x" * 3000},
+                {"anyOf": [{"type": "string", "pattern": f"^[a-z]{{{at},900}}x{at}$"} for at in range(600)]},
+            ],
+            "minItems": 2,
+        },
+    ),
     "exponential": (ConstraintKind.JSON_SCHEMA, nested(9, 3)),
     "deep": (ConstraintKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000),
     "of a reference that is not there": (ConstraintKind.JSON_SCHEMA, {"$ref": "#/$defs/none"}),

@@ -16,6 +16,7 @@ from inference_engine.models.file_keys import TOKENIZER_KEYS
 from inference_engine.models.gguf_header import read_gguf
 from inference_engine.models.gguf_model import make_tokenizer
 from inference_engine.models.gguf_tokenizer import check_made_tokenizer
+from inference_engine.models.gguf_vocabulary import end_ids, vocabulary_of
 from kakeya.tokenization import end_of_turn_ids, tokens_for_chat
 from tests.further import further_test
 from tests.models.tiny_folder import byte_tokens
@@ -254,12 +255,29 @@ def test_gemma_4_merges_as_its_list_says_and_begins_every_text_with_bos(tmp_path
     assert json.loads((tmp_path / "tokenizer" / "generation_config.json").read_text()) == {"eos_token_id": [2]}
 
 
-def test_a_message_of_gpt_oss_ends_no_turn(tmp_path: Path) -> None:
-    ends = [("<|return|>", CONTROL), ("<|end|>", CONTROL), ("<|call|>", CONTROL)]
-    for count, expected in ((3, [0, 2]), (2, [0, 1])):
-        path = write_tokens(tmp_path / f"{count}.gguf", [*ends[:count], *BYTES], pre="gpt-4o")
-        make_tokenizer(path, tmp_path / str(count))
-        assert json.loads((tmp_path / str(count) / "generation_config.json").read_text()) == {"eos_token_id": expected}
+@pytest.mark.parametrize(
+    ("texts", "values", "ends"),
+    [
+        (("<|end|>", "<|return|>", "<|call|>", "<|im_start|>"), {}, (1, 2)),  # gpt-oss
+        (("<|end|>", "<|flush|>", "<|calls|>", "<|eot|>"), {}, (1, 2)),  # Solar Open
+        (("<|end|>", "<|return|>"), {}, (0, 1)),
+        (("</s>", "<|tool_response>", "<eos>", "<turn|>"), {}, (1, 2, 3)),  # Gemma 4
+        (("<|fim_prefix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"), {}, (2, 3, 4)),  # Qwen
+        (("<fim_suffix>", "<fim_pad>", "<reponame>"), {}, (1, 2)),  # Granite
+        (("[PAD]", "[EOT]", "[BOS]", "<｜end▁of▁sentence｜>"), {}, (0, 1, 3)),  # Kimi K2, DeepSeek
+        (("<p>", "<q>", "<r>"), {"fim_pad_token_id": 0, "fim_sep_token_id": 2, "fim_pre_token_id": 1}, (0, 2)),
+        (("<p>", "<q>", "<r>"), {"fim_rep_token_id": 2**32 - 1, "eom_token_id": 1}, (1,)),
+    ],
+)
+def test_a_file_ends_a_turn_where_llama_cpp_does(
+    texts: tuple[str, ...], values: dict[str, int], ends: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = write_tokens(tmp_path / "m.gguf", [*((text, NORMAL) for text in texts), *BYTES], values)
+    assert sorted(end_ids(read_gguf(path))) == list(ends)
+    if not values:  # what ends a turn by its text is found as a whole
+        assert {*ends} - {at for at in ends if texts[at] == "<|tool_response>"} <= {
+            *vocabulary_of(read_gguf(path)).wholes()
+        }
 
 
 def test_every_key_has_a_treatment_and_a_sentence() -> None:

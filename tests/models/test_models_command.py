@@ -41,10 +41,17 @@ def test_show_prints_what_a_token_costs(folder: Path, cache: Path, capsys: pytes
 def test_show_compares_the_tokenizer_of_a_file_with_the_file_and_names_the_ends_of_a_turn(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spelled = {0: ("<｜begin｜>", 3), 1: ("<｜end｜>", 3)}
-    write_gguf(tiny_model("llama"), tmp_path / "m.gguf", spelled=spelled, ids={"eot": 2})
+    spelled = {0: ("<｜begin｜>", 3), 1: ("<｜end｜>", 3), 3: ("<said>", 3)}
+    template = "{% for message in messages %}{{ message['content'] }}<said>{% endfor %}"
+    write_gguf(
+        tiny_model("llama"),
+        tmp_path / "m.gguf",
+        spelled=spelled,
+        ids={"eot": 2},
+        values={"tokenizer.chat_template": template},
+    )
     assert kakeya_models("show", str(tmp_path / "m.gguf"), "--cache-dir", str(cache)) == 0
-    assert "rows of the model; ends of a turn, by the files: 1, 2" in unwrapped(capsys)
+    assert "rows of the model; ends of a turn, by the files: 1, 2, 3" in unwrapped(capsys)
     write_gguf(tiny_model("llama"), tmp_path / "n.gguf", spelled={5: ("<｜end｜>", 3), 6: ("<｜end｜>", 3)})
     assert kakeya_models("show", str(tmp_path / "n.gguf"), "--cache-dir", str(cache)) == 0
     assert "the tokens 5 and 6 are both" in unwrapped(capsys)
