@@ -23,6 +23,7 @@ import io
 import os
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,10 +42,15 @@ READER_LEFT = 128 + signal.SIGPIPE
 SYSTEM_ERRORS = (OSError, UnicodeError, MemoryError, ImportError, RuntimeError)
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
+# The name that errors of standard output are given: what an error number means depends on whose it is.
+_OUTPUT = "standard output"
 # Of pipes and sockets, and of a terminal that was closed.
 _NO_READER = (errno.EPIPE, errno.ECONNRESET, errno.EIO)
+# What starts processes and threads: there EAGAIN means that there are too many.
+_STARTING = ("subprocess", "multiprocessing", "threading")
 _NO_THREADS = "no more threads can be started: raise the limit (ulimit -u, or that of the container on processes)"
 _NO_MEMORY = "; the limit on memory (ulimit -v, or the container's) leaves no room for it"
+_STDOUT = 1
 # Python's name, access and descriptor of each standard stream.
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
@@ -104,8 +110,6 @@ def failed(command: str, error: Exception) -> int:
         return status
     if not (said := explained(error)):
         raise error
-    if said == os.strerror(errno.ENOSPC) and _has_no_room():
-        said = f"standard output cannot be written: {said}"
     say(f"{command}: {said}")
     return FAILED
 
@@ -129,6 +133,16 @@ def say(line: str) -> None:
     """On standard error, if it is read."""
     with suppress(OSError):
         print(line, file=sys.stderr, flush=True)
+
+
+class _Output(io.FileIO):
+    """Standard output, whose errors say that they are its."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, _OUTPUT) from None
 
 
 class _BestEffort(io.FileIO):
@@ -186,7 +200,9 @@ def explained(error: Exception) -> str:
     match error:
         case RuntimeError() if "can't start new thread" in str(error):
             return _NO_THREADS
-        case OSError(errno=errno.EAGAIN, filename=None):
+        case OSError() if error.filename == _OUTPUT or hasattr(error, "characters_written"):
+            return _unwritten(error)
+        case OSError(errno=errno.EAGAIN, filename=None) if _is_starting(error):
             return f"{error.strerror}: {_NO_THREADS}"
         case OSError(errno=errno.EMFILE):
             return f"{error.strerror}: raise the limit (ulimit -n)"
@@ -214,10 +230,20 @@ def _open_streams() -> None:
             assert opened == number, "streams are opened in order, and a new descriptor is the lowest"
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, access, encoding="utf-8", closefd=False))
-    # A character that a terminal's encoding lacks is no reason to end; standard error escapes it already.
     out = sys.stdout
-    if isinstance(out, io.TextIOWrapper) and (out.errors == "strict" or codecs.lookup(out.encoding).name != "utf-8"):
-        out.reconfigure(errors="backslashreplace")
+    if not isinstance(out, io.TextIOWrapper):
+        return
+    # A character that a terminal's encoding lacks is no reason to end; standard error escapes it already.
+    is_lacking = out.errors == "strict" or codecs.lookup(out.encoding).name != "utf-8"
+    errors = "backslashreplace" if is_lacking else out.errors
+    raw = getattr(out.buffer, "raw", out.buffer)
+    if isinstance(raw, io.FileIO) and raw.fileno() == _STDOUT:
+        out.flush()
+        lines, through = out.line_buffering, out.write_through
+        buffer = io.BufferedWriter(_Output(_STDOUT, "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(buffer, out.encoding, errors, line_buffering=lines, write_through=through)
+    else:
+        out.reconfigure(errors=errors)
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:
@@ -232,23 +258,43 @@ def _write_out(command: str) -> int:
     """Write what is buffered. 0, or the exit status if that fails, which Python would report at its end."""
     failed = _written_out(sys.stdout)
     if failed is not None and not _is_unread(failed):
-        say(f"{command}: standard output cannot be written: {failed.strerror}")
+        say(f"{command}: {_unwritten(failed)}")
     _written_out(sys.stderr)
     return 0 if failed is None else READER_LEFT if _is_unread(failed) else FAILED
 
 
-def _has_no_room() -> bool:
-    """Is it standard output that a disk has no room for?"""
-    try:
-        os.write(sys.stdout.fileno(), b"" if sys.stdout.isatty() else b"\n")
-    except OSError as error:
-        return error.errno == errno.ENOSPC
+def _unwritten(error: OSError) -> str:
+    is_full = isinstance(error, BlockingIOError)
+    reason = "it is full, and set not to wait for its reader; write into a file" if is_full else error.strerror
+    return f"{_OUTPUT} cannot be written: {reason}"
+
+
+def _is_starting(error: Exception) -> bool:
+    """Was a process or a thread being started?"""
+    at = error.__traceback__
+    while at is not None:
+        if at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _STARTING:
+            return True
+        at = at.tb_next
     return False
 
 
 def _is_unread(error: Exception) -> bool:
-    """The reader of what is written has left."""
-    return isinstance(error, OSError) and error.filename is None and error.errno in _NO_READER
+    """The reader of standard output has left, or the terminal that is read or written is gone."""
+    if not isinstance(error, OSError) or error.errno not in _NO_READER:
+        return False
+    return error.filename == _OUTPUT or (error.filename is None and error.errno == errno.EIO and _lost_terminal())
+
+
+def _lost_terminal() -> bool:
+    """Is a standard stream a terminal that was closed? EIO may as well be a disk's."""
+    for number in range(len(_STREAMS)):
+        try:
+            termios.tcgetattr(number)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                return True
+    return False
 
 
 def _written_out(stream: TextIO) -> OSError | None:

@@ -6,6 +6,7 @@ A command never ends with a traceback for any of it: it does its work, or says i
 from __future__ import annotations
 
 import errno
+import os
 import re
 import signal
 import socket
@@ -112,7 +113,6 @@ sys.exit(main())
 
 NOT_GIVEN = (
     (RuntimeError("can't start new thread"), "no more threads can be started: raise the limit (ulimit -u"),
-    (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "(ulimit -u"),
     (OSError(errno.EMFILE, "Too many open files", "/dev/null"), "raise the limit (ulimit -n)"),
     (ImportError("libtorch.so: failed to map segment from shared object", path="/lib/libtorch.so"), "(ulimit -v"),
     (ImportError("libgomp.so.1: cannot open shared object file", path="/lib/_C.so"), "libgomp.so.1: cannot open"),
@@ -132,6 +132,67 @@ def test_what_the_system_does_not_give_is_one_sentence_and_our_mistakes_are_not(
         failing = patch.object(keys, "run_list", side_effect=ours)
         with subtests.test(repr(ours)), failing, pytest.raises(type(ours)):
             main(["keys", "list", "--api-key-file", "keys"])
+
+
+def test_what_an_error_number_means_depends_on_who_has_it(
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
+) -> None:
+    def starts() -> None:
+        with patch("subprocess._fork_exec", side_effect=lambda *_: another()):
+            subprocess.run(["true"], check=False)
+
+    def another() -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    cases = (
+        (starts, "(ulimit -u", True),
+        (another, "(ulimit -u", False),
+        # Not of standard output without a reader, at which a command ends and says nothing.
+        (Mock(side_effect=OSError(errno.EIO, "Input/output error")), "kakeya keys: Input/output error", True),
+        (Mock(side_effect=OSError(errno.EPIPE, "Broken pipe")), "kakeya keys: Broken pipe", True),
+        (Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")), "keys: No space left on device", True),
+    )
+    for fails, said, is_said in cases:
+        with subtests.test(said), patch.object(keys, "run_list", side_effect=lambda _, fails=fails: fails()):
+            assert main(["keys", "list", "--api-key-file", "keys"]) == 1
+            printed = capsys.readouterr().err
+            assert (said in printed) == is_said and printed.count("\n") == 1
+
+
+WRITING = """
+import errno, os, sys
+from inference_engine.cli import process
+def command():
+    if sys.argv[1] == "another's":
+        print("begun", end="")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    print("x" * 300_000)
+    return 0
+sys.exit(process.run(command))
+"""
+
+
+@pytest.mark.parametrize(
+    ("whose", "said"),
+    [
+        ("full", "kakeya: standard output cannot be written: No space left on device\n"),
+        (
+            "not read",
+            "kakeya: standard output cannot be written: it is full, and set not to wait for its reader; write",
+        ),
+        ("another's", "kakeya: No space left on device\n"),
+    ],
+)
+def test_the_error_of_standard_output_is_not_that_of_another_file(whose: str, said: str) -> None:
+    """Nothing is written to find out."""
+    words = (sys.executable, "-c", WRITING, whose)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with os.fdopen(reading), os.fdopen(writing, "wb") as pipe, Path("/dev/full").open("wb") as full:
+        to = {"full": full.fileno(), "not read": pipe.fileno(), "another's": PIPE}[whose]
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=to, stderr=PIPE, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "begun" if whose == "another's" else None)
+    assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 def test_a_server_that_gets_no_threads_says_so_before_libraries_end_it(
