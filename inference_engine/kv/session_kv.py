@@ -77,6 +77,7 @@ class SessionKV:
         self.base = prefixes[0].end if prefixes else 0  # positions whose entries lie in other sessions
         self.length = self.base  # committed positions
         self.coming = 0  # so many positions will have entries, which are copied before the next Generate
+        self.going: int | None = None  # entries from there on are dropped before the next Generate (`rewind`)
         self.staged = 0  # positions staged beyond `next_position`
         self.staged_generated: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self.evicted = 0  # committed positions that no query can read any more
@@ -187,6 +188,7 @@ class SessionKV:
         Then `release` gives all of it back, at any time.
         """
         is_at_rest = self._is_reserved and not self.staged and not self.coming and self.can_be_copied
+        is_at_rest &= self.going is None
         is_its_own = not self.base and not self.bound.tier_bytes
         return is_at_rest and is_its_own and not any(each.is_lent for each in self.allocations)
 
@@ -224,7 +226,7 @@ class SessionKV:
         history is copied: that is cheaper than reading one more piece. Where layers have recurrent states, a prefix
         ends where these are, or with a shared prefix. Nothing is borrowed yet.
         """
-        geometry, until = self.context.geometry, min(at, self.length)
+        geometry, until = self.context.geometry, self._until(min(at, self.length))
         if self.states is not None and not self.states.holds(until):
             until = self.base if self.base <= until else 0
         if any(layer.is_indexed for layer in geometry.layers):
@@ -265,9 +267,13 @@ class SessionKV:
         recurrent state has gone on, those of a shared prefix alone.
         """
         held = max(self.length, self.coming)
-        length = min(at, held)
+        length = self._until(min(at, held))
         can_rewind = length == held or all(part.can_rewind(length, held) for part in self.parts)
         return length if can_rewind else min(length, self.base)
+
+    def _until(self, length: int) -> int:
+        """Of so many first positions those that stay, if a cut is still to come."""
+        return length if self.going is None else min(length, self.going)
 
     def would_keep(self, at: int, length: int) -> bool:
         """As `kept`, of what is saved after `length`: would it have the first `at` positions, once that is loaded?"""
@@ -286,9 +292,20 @@ class SessionKV:
         forks read: they could not be written anew. Called under the store's lock."""
         return at >= max(self.base, self._lent_until)
 
+    def will_rewind(self, at: int) -> None:
+        """`rewind` will be called, to `at` at most, also if the memory has become another session's by then."""
+        self.going = self._until(at)
+
     def rewind(self, at: int) -> None:
-        """While idle, and only if it can: the history ends at `at`. What it would not have is gone (`kept`)."""
+        """While idle, and only if it can: the history ends at `at`, or where it was to end before (`will_rewind`). What
+        it would not have is gone (`kept`)."""
         assert not self.staged and self.can_be_copied
+        try:
+            self._rewind(self._until(at))
+        finally:
+            self.going = None
+
+    def _rewind(self, at: int) -> None:
         if at >= self.length:
             return
         if self.kept(at) < at or not at:

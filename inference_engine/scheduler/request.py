@@ -147,7 +147,7 @@ class Request:
         found: of its first tokens, those whose entries it will have from others; 0: none.
         """
         kv, length = self.session.kv, len(self.session.history)
-        is_as_it_is = kv.length < length and not found
+        is_as_it_is = kv.length < length and not found and kv.going is None
         return self.pending_tokens if is_as_it_is else kv.pending(length, found=found) - self._leaves_last
 
     @property

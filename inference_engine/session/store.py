@@ -191,6 +191,7 @@ class SessionStore:
             self.prefixes.begin_as(new, session)
             new.pins += 1
             if is_its_own:
+                kv.will_rewind(entries_kept(at))
                 new.take_memory(session, ended)
             self._metrics.evicted.labels(reason="close").inc()
             self._remove(session, "closed")

@@ -105,6 +105,33 @@ def test_twice_in_a_row_with_nothing_between_and_to_the_end_is_as_once(strategy:
 
 
 @each_mechanism
+def test_what_was_appended_after_going_back_has_no_entries_of_what_was_there(strategy: KVStrategy) -> None:
+    """Whatever is done before the engine's thread has dropped those: go back again, fork, close."""
+    journal = MemoryJournal()
+    with engine_for(Mode.BATCHED, windowed=False, journal=journal, share_prefixes="off") as engine:
+        session = with_turns(engine, strategy)
+        with standing_still(engine):
+            again = engine.rewind_session(session, 20).session_id
+            engine.append(again, text(80, seed=8))
+            fork = engine.fork_session(again, at_position=70)
+            closed = engine.rewind_session(again, 60)
+            engine.append(closed.session_id, text(60, seed=9))
+            engine.close_session(closed.session_id)
+            last = engine.fork_session(fork.session_id, at_position=50)
+        alone = from_scratch(engine, journal, last.session_id)
+        assert same(goes_on(engine, last.session_id), goes_on(engine, alone), Mode.BATCHED)
+        alone = from_scratch(engine, journal, fork.session_id)
+        assert same(goes_on(engine, fork.session_id, fork.prefill_tokens), goes_on(engine, alone), Mode.BATCHED)
+        session = with_turns(engine, strategy)
+        with standing_still(engine):
+            session = engine.rewind_session(session, 20).session_id
+            engine.append(session, text(80, seed=8))
+            rewound = engine.rewind_session(session, 90)
+        alone = from_scratch(engine, journal, rewound.session_id)
+        assert same(goes_on(engine, rewound.session_id, rewound.prefill_tokens), goes_on(engine, alone), Mode.BATCHED)
+
+
+@each_mechanism
 def test_a_session_that_was_dropped_or_hibernated_goes_back_too(tmp_path: Path, strategy: KVStrategy) -> None:
     def make(**settings: Any) -> Engine:
         return engine_for(Mode.BATCHED, hibernate="always", **settings)
