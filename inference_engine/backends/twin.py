@@ -35,7 +35,7 @@ from inference_engine.kv.archives.latent import exact_bytes_per_token, latent_la
 from inference_engine.kv.context import KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerTraits
 from inference_engine.kv.layout import Layout
-from inference_engine.kv.memory.tier import HostTier
+from inference_engine.kv.memory.tier import Tier
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import strategy_kinds
@@ -487,7 +487,7 @@ def _in_segments(twin: Twin, strategy: KVStrategy) -> Tensor:
         device=opened.device,
         latent=_ExactTokens(twin.geometry),
         components=_plain_components(twin.geometry),
-        tier=HostTier(_POOL_BYTES),
+        tier=Tier(_POOL_BYTES),
     )
     session = SessionKV(strategy, context, _LENGTH)
     logits: list[Tensor] = []

@@ -12,7 +12,7 @@ from inference_engine.kv.archives.latent_codes import LatentCodes, LatentPlaces
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.memory.tier import HostTier
+from inference_engine.kv.memory.tier import Tier
 
 SEGMENT, COUNT = 16, 150
 GEOMETRY = Geometry(
@@ -35,7 +35,7 @@ def room() -> KVContext:
         pool=Pool(GEOMETRY, 2**17, _zeros),
         rotate=lambda keys, _shifts, _rotary: keys,
         device=torch.device("cpu"),
-        tier=HostTier(2**20),
+        tier=Tier(2**20),
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from inference_engine.errors import RestorationFailed
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import SEGMENTS_IN_A_CHUNK
-from inference_engine.kv.memory.tier import HostTier
+from inference_engine.kv.memory.tier import Tier
 from inference_engine.kv.plan import SpanFailed
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
@@ -176,10 +176,10 @@ def test_latents_read_the_same_wherever_they_lie(mode: str, resident_bytes: int)
 
 def test_memory_that_runs_out_fails_the_session_by_name_and_it_can_begin_again() -> None:
     strategy = make_strategy("restored", **LATENT, resident_latent_bytes=0)
-    kv = SessionKV(strategy, replace(context(), tier=HostTier(2**20)), LIMIT)
+    kv = SessionKV(strategy, replace(context(), tier=Tier(2**20)), LIMIT)
     kv.wake(LIMIT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTier, "allocate", _no_memory)
+        patch.setattr(Tier, "allocate", _no_memory)
         with pytest.raises(RestorationFailed, match="Cannot allocate memory"):
             feed(kv, Entries(LIMIT), SHORT)
     kv.forget()

@@ -14,7 +14,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, NoCapacity, RestorationFailed
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.memory import tier as tier_module
-from inference_engine.kv.memory.tier import ChunkShape, HostTier, NoTier
+from inference_engine.kv.memory.tier import ChunkShape, NoTier, Tier
 from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies import make_strategy
 from inference_engine.kv.strategy import KVStrategy
@@ -32,7 +32,7 @@ TIERED_ENTRY_BYTES = sum(layer.entry_bytes(4) for layer in LAYERS if layer.nativ
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_store_gives_back_the_bits_that_were_put_into_it(dtype: torch.dtype) -> None:
-    tier = HostTier(2**24)
+    tier = Tier(2**24)
     shape = ChunkShape(chunks=3, layers=2, kv_heads=3, chunk_tokens=7, head_dim=5, dtype=dtype)
     store = tier.open(shape)
     entries = torch.randn(2, 2, 3, 15, 5).to(dtype)
@@ -85,7 +85,7 @@ def test_memory_that_cannot_be_pinned_is_refused_and_what_cannot_be_unpinned_is_
 ) -> None:
     cuda = PinnedMemory(monkeypatch)
     cuda.idle.set()
-    tier = HostTier(2**20, pinned_for=torch.device("cpu"))
+    tier = Tier(2**20, pinned_for=torch.device("cpu"))
     first, second = tier.open(ONE_CHUNK), tier.open(ONE_CHUNK)
     first.write(0, 0, ENTRIES)
     cuda.error = 2
@@ -135,7 +135,7 @@ def test_a_step_of_several_segments_reads_everything_and_leaves_what_short_steps
 def counted() -> tuple[SessionKV, Counter[str]]:
     """An active session, and the bytes that it moves between the tiers, by kind."""
     moved = Counter[str]()
-    tier = HostTier(2**24, lambda kind, nbytes: moved.update({kind: nbytes}))
+    tier = Tier(2**24, lambda kind, nbytes: moved.update({kind: nbytes}))
     return active(TIERED, replace(context(), tier=tier)), moved
 
 
@@ -150,7 +150,7 @@ def test_appended_tokens_stream_every_offloaded_entry_once_a_layer() -> None:
 
 
 def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_bound() -> None:
-    tier = HostTier(2**24)
+    tier = Tier(2**24)
     ctx = replace(context(), tier=tier)
     kv = SessionKV(TIERED, ctx, LIMIT)
     assert tier.reserved_bytes == kv.bound.tier_bytes > 0
@@ -167,7 +167,7 @@ def test_bytes_off_the_device_are_those_of_the_offloaded_entries_and_within_the_
 
 def test_a_session_without_room_in_the_second_tier_is_refused_and_takes_nothing() -> None:
     needed = TIERED.bound(context().geometry, LIMIT).tier_bytes
-    ctx = replace(context(), tier=HostTier(needed * 3 // 2))
+    ctx = replace(context(), tier=Tier(needed * 3 // 2))
     first = SessionKV(TIERED, ctx, LIMIT)
     before = ctx.pool.reserved_bytes
     with pytest.raises(NoCapacity, match="host memory") as refusal:
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_ends_the_generate_by_name_and_keeps_the_history(mo
         expected = generate(engine, whole, 60)
         generate(engine, cut, 5)
         with monkeypatch.context() as patched:
-            patched.setattr(HostTier, "allocate", full)
+            patched.setattr(Tier, "allocate", full)
             with pytest.raises(RestorationFailed, match="cannot allocate memory"):
                 drain(engine.generate(cut, GenerateParams(max_tokens=55)))
         info = engine.session_info(cut)

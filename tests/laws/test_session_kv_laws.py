@@ -23,7 +23,7 @@ from inference_engine.kv.context import KVContext, WholeTokens
 from inference_engine.kv.geometry import Geometry, LayerGeometry
 from inference_engine.kv.layout import LayerRule, Positions
 from inference_engine.kv.memory.pool import Pool
-from inference_engine.kv.memory.tier import HostTier
+from inference_engine.kv.memory.tier import Tier
 from inference_engine.kv.parts.component_index import TokenSelector
 from inference_engine.kv.parts.layer_entries import LayerEntries
 from inference_engine.kv.parts.scored import Candidates, EntryScorer
@@ -133,7 +133,7 @@ def context(
         device=torch.device("cpu"),
         latent=HalfTokens(),
         components=COMPONENTS,
-        tier=HostTier(2**24),
+        tier=Tier(2**24),
     )
 
 

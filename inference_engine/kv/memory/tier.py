@@ -15,7 +15,6 @@ import logging
 import math
 import mmap
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -59,64 +58,33 @@ class ChunkShape:
         return math.prod(self.sizes) * self.dtype.itemsize
 
 
-class Store(ABC):
-    """One session's offloaded entries of a set of layers. Engine's thread only, but for `close`."""
+class Tier:
+    """Host memory. When it is pinned, the device copies from it asynchronously, and it is never swapped out.
 
-    @abstractmethod
-    def read(self, chunk: int) -> Tensor:
-        """The chunk, [layers, parts, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
+    A separate thread pins and unpins memory. A copy from it may be running, and unpinning may wait for the device, but
+    stores are closed under the lock of all sessions, by threads that serve every client. The bytes can still be
+    reserved again at once: a caller that evicts a session for them asks for them next, and would otherwise evict
+    another one. Instead the next new chunk waits, on the engine's thread, until the bytes are free. So there is never
+    more memory in use than was reserved.
 
-    def lend(self, chunk: int) -> Tensor:
-        """As `read`, for later work of the device alone: what was written may still be on its way from there."""
-        return self.read(chunk)
+    `reserve` and `release` are safe from any thread.
+    """
 
-    @abstractmethod
-    def write(self, chunk: int, first: int, states: Tensor) -> None:
-        """Write entries [layers, parts, Hkv, n, D] to the chunk, from its position `first` on. Raises OSError."""
-
-    @abstractmethod
-    def held_bytes(self, count: int) -> int:
-        """Bytes in use when the first `count` positions have been written."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Drop all entries."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give all memory back, without waiting for the device. Safe to call twice."""
-
-
-class _EmptyStore(Store):
-    """A store of no chunks, for a session short enough to keep all its entries on the device."""
-
-    def read(self, chunk: int) -> Tensor:
-        raise AssertionError(f"there is no chunk {chunk}")
-
-    def write(self, chunk: int, first: int, states: Tensor) -> None:
-        raise AssertionError(f"there is no room for chunk {chunk}")
-
-    def held_bytes(self, count: int) -> int:
-        return 0
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Tier(ABC):
-    """The whole second tier. `reserve` and `release` are safe from any thread."""
-
-    where: str  # for messages
-
-    def __init__(self, capacity_bytes: int, count: Count | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, count: Count | None = None, *, pinned_for: torch.device | None = None
+    ) -> None:
+        """pinned_for: the CUDA device that copies from it; None: it is not pinned."""
         self.capacity_bytes = capacity_bytes
         self.count: Count = count or (lambda _kind, _bytes: None)
-        self.inbound: Inbound | None = None  # copies to the device, where they need not be waited for
+        is_read_by_copies = pinned_for is not None and pinned_for.type == "cuda"
+        # Copies to the device, where they need not be waited for.
+        self.inbound = Inbound(pinned_for) if is_read_by_copies and pinned_for is not None else None
         self._reserved_bytes = 0
         self._lock = threading.Lock()
+        self._pinned_for = pinned_for
+        # One thread, so that memory is pinned only after what was let go before is free.
+        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
+        self._leaving: list[Future[None]] = []
 
     @property
     def reserved_bytes(self) -> int:
@@ -127,7 +95,7 @@ class Tier(ABC):
         """Raise NoCapacity if `count` bytes do not even fit an empty tier."""
         if count > self.capacity_bytes:
             raise NoCapacity(
-                f"the session needs {count} bytes of {self.where} for entries that leave the device, and the server "
+                f"the session needs {count} bytes of host memory for entries that leave the device, and the server "
                 f"may use {self.capacity_bytes} in all; ask for a smaller limit_tokens or another strategy, or give "
                 "the server more tier_bytes",
                 needed_bytes=count,
@@ -147,7 +115,7 @@ class Tier(ABC):
     def _refuse_beside(self, reserved: int, count: int) -> None:
         if reserved + count > self.capacity_bytes:
             raise NoCapacity(
-                f"the session needs {count} bytes of {self.where} for entries that leave the device; the server "
+                f"the session needs {count} bytes of host memory for entries that leave the device; the server "
                 f"has {self.capacity_bytes}, too few of them free now. Close sessions, ask for a smaller "
                 "limit_tokens, or give the server more tier_bytes",
                 retry_after_seconds=1.0,
@@ -162,60 +130,7 @@ class Tier(ABC):
 
     def open(self, shape: ChunkShape) -> Store:
         """A store in bytes that were reserved."""
-        return self._open(shape) if shape.chunks else _EmptyStore()
-
-    @abstractmethod
-    def _open(self, shape: ChunkShape) -> Store:
-        """As `open`, for a shape that has chunks."""
-
-
-class NoTier(Tier):
-    """For an engine without a second tier: nothing can be reserved."""
-
-    where = "a second tier"
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def refuse_what_can_never_fit(self, count: int) -> None:
-        if count:
-            raise InvalidArgument(
-                "strategy",
-                f"it keeps up to {count} bytes of entries off the device, and a server on a CPU has no other memory "
-                "for them, where tiered decodes at a tenth of the speed of full; choose full or gather, or start the "
-                "server with tier_bytes",
-            )
-
-    def _open(self, shape: ChunkShape) -> Store:
-        raise AssertionError("nothing was reserved")
-
-
-class HostTier(Tier):
-    """Host memory. When it is pinned, the device copies from it asynchronously, and it is never swapped out.
-
-    A separate thread pins and unpins memory. A copy from it may be running, and unpinning may wait for the device, but
-    stores are closed under the lock of all sessions, by threads that serve every client. The bytes can still be
-    reserved again at once: a caller that evicts a session for them asks for them next, and would otherwise evict
-    another one. Instead the next new chunk waits, on the engine's thread, until the bytes are free. So there is never
-    more memory in use than was reserved.
-    """
-
-    where = "host memory"
-
-    def __init__(
-        self, capacity_bytes: int, count: Count | None = None, *, pinned_for: torch.device | None = None
-    ) -> None:
-        """pinned_for: the CUDA device that copies from it; None: it is not pinned."""
-        super().__init__(capacity_bytes, count)
-        self._pinned_for = pinned_for
-        if pinned_for is not None and pinned_for.type == "cuda":
-            self.inbound = Inbound(pinned_for)
-        # One thread, so that memory is pinned only after what was let go before is free.
-        self._pinning = ThreadPoolExecutor(1, thread_name_prefix="pinning")
-        self._leaving: list[Future[None]] = []
-
-    def _open(self, shape: ChunkShape) -> Store:
-        return _HostStore(self, shape)
+        return Store(self, shape)
 
     def allocate(self, count: int) -> Tensor:
         """`count` bytes, once those that were released are free. Engine's thread.
@@ -254,10 +169,29 @@ class HostTier(Tier):
                 self._leaving.append(gone)
 
 
-class _HostStore(Store):
-    """Each chunk is its own mapping from the system, of exactly its size, which goes back when it is freed."""
+class NoTier(Tier):
+    """For an engine without a second tier: nothing can be reserved."""
 
-    def __init__(self, tier: HostTier, shape: ChunkShape) -> None:
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def refuse_what_can_never_fit(self, count: int) -> None:
+        if count:
+            raise InvalidArgument(
+                "strategy",
+                f"it keeps up to {count} bytes of entries off the device, and a server on a CPU has no other memory "
+                "for them, where tiered decodes at a tenth of the speed of full; choose full or gather, or start the "
+                "server with tier_bytes",
+            )
+
+
+class Store:
+    """One session's offloaded entries of a set of layers. Engine's thread only, but for `close`.
+
+    Each chunk is its own mapping from the system, of exactly its size, which goes back when it is freed.
+    """
+
+    def __init__(self, tier: Tier, shape: ChunkShape) -> None:
         self._tier = tier
         self._shape = shape
         self._chunks: dict[int, Tensor] = {}
@@ -265,15 +199,19 @@ class _HostStore(Store):
         self._written: Wait | None = None  # until the device has written everything
 
     def read(self, chunk: int) -> Tensor:
+        """The chunk, [layers, parts, Hkv, chunk_tokens, D], in host memory: a view, valid until the next `write`."""
         if self._written is not None:
             self._written()
             self._written = None
         return self._chunks[chunk]
 
     def lend(self, chunk: int) -> Tensor:
+        """As `read`, for later work of the device alone: what was written may still be on its way from there."""
         return self._chunks[chunk]
 
     def write(self, chunk: int, first: int, states: Tensor) -> None:
+        """Write entries [layers, parts, Hkv, n, D] to the chunk, from its position `first` on. Raises OSError."""
+        assert chunk < self._shape.chunks, f"there is no room for chunk {chunk}"
         if chunk not in self._chunks:
             self._chunks[chunk] = self._memory().view(self._shape.dtype).view(self._shape.sizes)
             if len(self._chunks) < self._shape.chunks:
@@ -298,15 +236,18 @@ class _HostStore(Store):
         return self._tier.allocate(self._shape.chunk_bytes)
 
     def held_bytes(self, count: int) -> int:
+        """Bytes in use when the first `count` positions have been written."""
         chunks = -(-count // self._shape.chunk_tokens) + (self._coming is not None)
         return chunks * self._shape.chunk_bytes
 
     def clear(self) -> None:
+        """Drop all entries."""
         chunks, self._chunks = self._chunks, {}
         coming, self._coming = self._coming, None
         self._tier.let_go(list(chunks.values()), coming)
 
     def close(self) -> None:
+        """Give all memory back, without waiting for the device. Safe to call twice."""
         self.clear()
 
 
@@ -347,4 +288,4 @@ def open_tier(device: torch.device, *, capacity_bytes: int, share: int, count: C
     if device.type == "cpu" and not capacity_bytes:
         return NoTier()
     pinned_for = device if device.type == "cuda" else None
-    return HostTier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)
+    return Tier(capacity_bytes or free_host_bytes() // share, count, pinned_for=pinned_for)
