@@ -114,6 +114,11 @@ class ScriptedModel:
 class ScriptedForward(NeverFails):
     """The scripted model behind the same protocol as any other, on the CPU."""
 
+    device = torch.device("cpu")
+    has_address_space = True
+    launcher = None
+    indexes_keys = drafts_with_networks = records_graphs = False
+
     def __init__(
         self,
         model: ScriptedModel | None = None,
@@ -128,7 +133,7 @@ class ScriptedForward(NeverFails):
         self.script = script or Script()
         self.steps = 0  # forwards so far
         self._trained_positions = trained_positions
-        self._dtype = dtype
+        self.compute_dtype = dtype
         self._mode = mode
 
     @property
@@ -138,23 +143,15 @@ class ScriptedForward(NeverFails):
             vocab_size=self.model.vocab_size,
             trained_positions=self._trained_positions,
             device="cpu",
-            dtype=str(self._dtype).removeprefix("torch."),
+            dtype=str(self.compute_dtype).removeprefix("torch."),
             mode=self._mode,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self._dtype
 
     def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
         token_quantum, key_quantum = FIXED_SHAPE_QUANTA if self._mode is Mode.FIXED_SHAPE else (1, 1)
         return Geometry(
             layers=(LayerGeometry(query_heads=1, kv_heads=1, head_dim=HEAD_DIM),) * self.model.layers,
-            itemsize=self._dtype.itemsize,
+            itemsize=self.compute_dtype.itemsize,
             trained_positions=self._trained_positions,
             page_tokens=page_tokens,
             segment_tokens=segment_tokens,
@@ -165,18 +162,10 @@ class ScriptedForward(NeverFails):
     def free_bytes(self) -> int:
         return free_host_bytes()
 
-    @property
-    def indexes_keys(self) -> bool:
-        return False
-
-    @property
-    def has_address_space(self) -> bool:
-        return True
-
     def open(
         self, geometry: Geometry, capacity_bytes: int, *, address_bytes: int = 0, tap_layers: tuple[int, ...] = ()
     ) -> KVContext:
-        zeros = partial(reserve_zeros, dtype=self._dtype, is_sparse=address_bytes > 0)
+        zeros = partial(reserve_zeros, dtype=self.compute_dtype, is_sparse=address_bytes > 0)
         pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard)
         return KVContext(geometry=geometry, pool=pool, rotate=_unrotated, device=self.device)
 
@@ -204,29 +193,17 @@ class ScriptedForward(NeverFails):
         step.on_computed()
         return Result(logits, self._taps(step) if step.tap_layers else None, draw_all(logits, step.draws))
 
-    @property
-    def launcher(self) -> None:
-        return None
-
     def lend(self, borrower: Borrower[T]) -> T:
         raise ModelError("a scripted model has no weights; start with --drafter ngram or none")
 
-    @property
-    def drafts_with_networks(self) -> bool:
-        return False
-
     def inference_mode(self) -> AbstractContextManager[object]:
         return nullcontext()
-
-    @property
-    def records_graphs(self) -> bool:
-        return False
 
     def _logits(self, step: Step) -> Tensor:
         averages = []
         for layer in range(self.model.layers):
             queries, keys, values = (
-                states[None, None].to(self._dtype)
+                states[None, None].to(self.compute_dtype)
                 for states in self.model.states(layer, step.token_ids, step.plan.positions)
             )
             out = step.plan.attend(layer, queries, keys, values, scaling=1.0)  # [1, N, 1, D]

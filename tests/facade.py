@@ -279,7 +279,7 @@ def in_mode(forward: Forward, mode: Mode) -> Forward:
     if mode not in others:
         others[mode] = copy(forward)
         vars(others[mode]).pop("_quanta", None)
-        vars(others[mode])["_facts"] = replace(forward.facts, mode=mode)
+        vars(others[mode])["facts"] = replace(forward.facts, mode=mode)
     return others[mode]
 
 

@@ -74,6 +74,8 @@ class _Launched:
 class TorchForward:
     """Runs the model through the attention seam. The model is taken over: it can no longer be called without a plan."""
 
+    indexes_keys = False  # a GPU's operation reads less and takes longer than one that chooses blocks
+
     def __init__(
         self,
         seam: Seam,
@@ -91,30 +93,19 @@ class TorchForward:
         that has several: they run what is run here, so all of it is plan numbers.
         """
         self.seam = seam
-        self._facts = facts
-        self._device = device
+        self.facts = facts
+        self.device, self.compute_dtype = device, seam.dtype
+        self.has_address_space = device.type == "cpu"
         self._ops = ops
-        self._records_graphs = records_graphs
+        self.records_graphs = records_graphs
         self.listed = listed
         self.followers = followers
-        self._is_whole = followers.group.ranks == 1
+        self._is_whole = self.drafts_with_networks = followers.group.ranks == 1
         self._compute = self._run_here if self._is_whole else self._run_with_others
         # One for each pool: graphs read and write the addresses they were recorded with.
         self._graphs: WeakKeyDictionary[Pool, StepGraphs] = WeakKeyDictionary()
         self._memory = GraphMemory(ops.step_ends)
         self._landing = Landing()
-
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.seam.dtype
 
     def lend(self, borrower: Borrower[T]) -> T:
         if not self._is_whole:
@@ -124,24 +115,16 @@ class TorchForward:
             )
         return borrower.of_modules(self.seam)
 
-    @property
-    def drafts_with_networks(self) -> bool:
-        return self._is_whole
-
     def inference_mode(self) -> AbstractContextManager[object]:
         return torch.inference_mode()
 
     def failure(self) -> str:
         return self.followers.failure()
 
-    @property
-    def records_graphs(self) -> bool:
-        return self._records_graphs
-
     @cached_property
     def _quanta(self) -> tuple[int, int]:
         """Found once for all engines: they run the same weights."""
-        needs_none = self._facts.mode is Mode.BATCHED or self._ops.attends_in_one_order
+        needs_none = self.facts.mode is Mode.BATCHED or self._ops.attends_in_one_order
         return (1, 1) if needs_none else probe_quanta(self.seam)
 
     def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
@@ -168,11 +151,11 @@ class TorchForward:
     @property
     def _reads_at_once(self) -> bool:
         """Does a fused operation attend to many tokens and entries, without memory for all of their scores?"""
-        return self._device.type != "cpu" and self.seam.dtype.itemsize == 2 and not self.seam.has_softcap
+        return self.device.type != "cpu" and self.seam.dtype.itemsize == 2 and not self.seam.has_softcap
 
     def free_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self._device)[0])
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
         return free_host_bytes()
 
     @cached_property
@@ -189,18 +172,10 @@ class TorchForward:
         products += 2 * sum(layer.out_features * layer.in_features for layer in quantised)
         return math.ceil(len(self.seam.reads) * _LAUNCHING_SECONDS * _PRODUCTS_A_SECOND / products)
 
-    @property
-    def indexes_keys(self) -> bool:
-        return False  # a GPU's operation reads less and takes longer than one that chooses blocks
-
     @cached_property
     def _has_indexes(self) -> bool:
         is_able = self._ops.key_indexes is not None and self._ops.attends_together
-        return is_able and can_index(self.seam, self._device)
-
-    @property
-    def has_address_space(self) -> bool:
-        return self._device.type == "cpu"
+        return is_able and can_index(self.seam, self.device)
 
     def open(
         self,
@@ -218,11 +193,11 @@ class TorchForward:
             capacity_bytes=capacity_bytes,
             address_bytes=address_bytes,
         )
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             zeros = partial(reserve_zeros, dtype=self.seam.dtype, is_sparse=address_bytes > 0)
             pool = Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard, mirror=mirror)
         else:
-            make = partial(torch.zeros, dtype=self.seam.dtype, device=self._device)
+            make = partial(torch.zeros, dtype=self.seam.dtype, device=self.device)
             pool = Pool(geometry, capacity_bytes, make, mirror=mirror)
         most_queries: int | None = None
         busy: int | None = None
@@ -245,13 +220,13 @@ class TorchForward:
             segment = geometry.segment_tokens
             # Beyond one segment, padding to the next size adds fewer entries than are wanted.
             compute = RecordedCompute((segment, 2 * segment, SEGMENTS_IN_A_CHUNK * segment), self._memory)
-        own_coder = TorchCoder(self.seam, self._ops.latents, self._device)
+        own_coder = TorchCoder(self.seam, self._ops.latents, self.device)
         coder: Coder = own_coder if self._ops.attends_together else NoCoder()
         context = KVContext(
             geometry=geometry,
             pool=pool,
             rotate=self.seam.rotate,
-            device=self._device,
+            device=self.device,
             ops=self._ops,
             compute=compute,
             coder=coder,
@@ -268,7 +243,7 @@ class TorchForward:
         indexes = DeviceIndexes(
             self.seam,
             self._ops.key_indexes,
-            self._device,
+            self.device,
             own_coder,
             trained_positions=geometry.trained_positions,
         )
@@ -292,7 +267,7 @@ class TorchForward:
         graphs = self._graphs.get(step.plan.pool)
         if graphs is not None:
             return graphs.can_run(step)
-        return self._device.type == "cpu" and step.plan.is_numbers_only
+        return self.device.type == "cpu" and step.plan.is_numbers_only
 
     def launch(self, step: Step, fed: Tensor | None = None) -> _Launched:
         graphs = self._graphs.get(step.plan.pool)
@@ -301,7 +276,7 @@ class TorchForward:
         is_plain = is_of_each and draws.are_largest
         has_masks = not is_plain and draws.have_masks
         if graphs is not None and is_of_each and not has_masks:  # which can run it, as `can_launch` said
-            rows = self._keyed(draws, self._facts.vocab_size) if self._is_whole and not is_plain else None
+            rows = self._keyed(draws, self.facts.vocab_size) if self._is_whole and not is_plain else None
             if is_plain or rows is not None:
                 return self._launch_drawn(step, draws, rows, graphs, fed)
         result = self._compute(step, fed)
@@ -320,7 +295,7 @@ class TorchForward:
 
     def _keyed(self, draws: Draws, vocab: int) -> KeyedRows | None:
         # Whether all draws of a step are keyed depends on other sessions.
-        return draws.keyed(vocab, self._device, cuts=self._facts.mode is Mode.BATCHED)
+        return draws.keyed(vocab, self.device, cuts=self.facts.mode is Mode.BATCHED)
 
     def _launch_drawn(
         self, step: Step, draws: Draws, rows: KeyedRows | None, graphs: StepGraphs, fed: Tensor | None
@@ -339,7 +314,7 @@ class TorchForward:
             peaks, scores = (peaks, None) if rows is None else ends.draw(logits, peaks, rows)
             ids: list[Tensor] = []
             landed = self._landing.take(
-                4 * count, self._device, lambda host: ids.append(ends.publish(peaks, count, host, scores))
+                4 * count, self.device, lambda host: ids.append(ends.publish(peaks, count, host, scores))
             )
         # What it does may run another recording, which writes over the peaks.
         step.on_computed()
@@ -358,7 +333,7 @@ class TorchForward:
                 peaks, scores = ends.draw(logits, peaks, rows, allowed)
             ids.append(ends.publish(peaks, count, host[: 4 * count], scores))
 
-        landed = self._landing.take(4 * count, self._device, write, read=count * words)
+        landed = self._landing.take(4 * count, self.device, write, read=count * words)
         return draws.drawn(ids[0], landed)
 
     def _run_with_others(self, step: Step, fed: Tensor | None = None) -> Result:
@@ -377,7 +352,7 @@ class TorchForward:
             views = () if plan.is_numbers_only else tuple(CausalSpan.of(span) for span in plan.spans)
             shape = StepShape(tokens=count, kept=len(kept_queries), has_chunks=plan.has_chunks, views=views)
             self.followers.compute(shape, (*parts[1:], plan.numbers.all))
-        numbers = on_device(np.concatenate(parts, dtype=np.int64), self._device)
+        numbers = on_device(np.concatenate(parts, dtype=np.int64), self.device)
         ids, positions, kept = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
         ids = ids if fed is None else fed
         with torch.inference_mode(), self.seam.attending(plan, plan.positions):
@@ -401,7 +376,7 @@ class TorchForward:
         """The same of a step that is not recorded: its positions, the tokens whose logits are computed, its tables."""
         listed, tokens, end = self.listed, shape.tokens, shape.tokens + shape.kept
         assert listed is not None, "ranks run lists"
-        found = on_device(numbers, self._device)
+        found = on_device(numbers, self.device)
         tables = StepTables.over(
             found[end:],
             context.geometry,

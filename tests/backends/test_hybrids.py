@@ -605,6 +605,6 @@ def test_an_endless_session_goes_on_past_the_trained_positions(family: str) -> N
 
 def test_equal_bits_in_any_batch_are_not_promised() -> None:
     forward = forward_of(own_of(config := config_of("qwen3_5_text")), admitted_once(config))
-    forward._facts = replace(forward.facts, mode=Mode.FIXED_SHAPE)
+    forward.facts = replace(forward.facts, mode=Mode.FIXED_SHAPE)
     with pytest.raises(BackendError, match=r"qwen3_5_text.*determinism=off"):
         Engine(forward, EngineConfig(**SMALL))

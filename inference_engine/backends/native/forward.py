@@ -67,13 +67,16 @@ KV_DTYPES = {KVType.FLOAT32: torch.float32, KVType.FLOAT16: torch.float16, KVTyp
 class NativeForward(NeverFails):
     """Implements Forward."""
 
+    device, compute_dtype = torch.device("cpu"), torch.float32
+    indexes_keys = has_address_space = True
+    drafts_with_networks = records_graphs = False
+    launcher = None
     inference_mode = nullcontext  # nothing has gradients, and to enter torch's takes as long as a plan
 
     def __init__(self, spec: ModelSpec, facts: ModelFacts, program: Program) -> None:
         self.spec = spec
         self.program = program
-        self._facts = facts
-        self._device = torch.device("cpu")
+        self.facts = facts
         self._kv_dtype = KV_DTYPES[program.kv_type]
         layers = spec.layers
         attention = NativeAttention(program.kernels, program.threads)
@@ -105,40 +108,8 @@ class NativeForward(NeverFails):
         self._states = program.states(len(spec.reads))
         self._arguments: _Arguments | None = None  # of the last step
 
-    @property
-    def facts(self) -> ModelFacts:
-        return self._facts
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def launcher(self) -> None:
-        return None
-
     def lend(self, borrower: Borrower[T]) -> T:
         return borrower.of_program(self.program)
-
-    @property
-    def drafts_with_networks(self) -> bool:
-        return False
-
-    @property
-    def records_graphs(self) -> bool:
-        return False
-
-    @property
-    def indexes_keys(self) -> bool:
-        return True
-
-    @property
-    def has_address_space(self) -> bool:
-        return True
 
     def free_bytes(self) -> int:
         return free_host_bytes()
@@ -146,9 +117,9 @@ class NativeForward(NeverFails):
     @cached_property
     def _quanta(self) -> tuple[int, int]:
         """Found once for all engines over this model."""
-        if self._facts.mode is Mode.BATCHED:
+        if self.facts.mode is Mode.BATCHED:
             return 1, 1
-        return probe_attention(self.spec.layers, self._device, self.compute_dtype)
+        return probe_attention(self.spec.layers, self.device, self.compute_dtype)
 
     def geometry(self, *, page_tokens: int, segment_tokens: int) -> Geometry:
         # Products and attention by numbers have one order for any number of tokens; attention by views has not.
@@ -165,7 +136,7 @@ class NativeForward(NeverFails):
             segment_tokens=segment_tokens,
             token_quantum=token_quantum,
             key_quantum=key_quantum,
-            joins_segments=self._facts.mode is Mode.BATCHED,
+            joins_segments=self.facts.mode is Mode.BATCHED,
         )
 
     def open(
@@ -176,7 +147,7 @@ class NativeForward(NeverFails):
             geometry=geometry,
             pool=Pool(geometry, capacity_bytes, zeros, address_bytes=address_bytes, discard=discard),
             rotate=self._rotate,
-            device=self._device,
+            device=self.device,
             ops=self._ops,
             coder=self._coder,
             open_index=self._indexes.open,
@@ -321,7 +292,7 @@ class _Arguments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeAttention:
-    """Implements RaggedAttention on float32 queries; by methods AttendPiece and AttendCausalState."""
+    """Implements RaggedAttention on float32 queries; by methods AttendEntries."""
 
     kernels: Kernels
     threads: Threads
@@ -338,14 +309,14 @@ class NativeAttention:
     def piece(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
     ) -> State:
-        """Implements AttendPiece, of entries in a dtype that K and V are kept in."""
+        """Implements AttendEntries, of a piece, of entries in a dtype that K and V are kept in."""
         seen = torch.full((len(queries),), keys.shape[1] - 1)
         return self._state(queries, keys, values, seen, scaling, softcap)
 
     def causal_state(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
     ) -> State:
-        """Implements AttendCausalState, of entries in a dtype that K and V are kept in."""
+        """Implements AttendEntries, as `attend_causal_state`, of entries in a dtype that K and V are kept in."""
         seen = torch.arange(keys.shape[1] - len(queries), keys.shape[1])
         return self._state(queries, keys, values, seen, scaling, softcap)
 
