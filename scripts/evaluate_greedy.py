@@ -35,10 +35,9 @@ LENGTHS = (20, 60, 150, 300, 600)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`agreed` tokens came out alike before the runs parted, if they did; then the margin at that place counts."""
+    """margin: of transformers' two likeliest tokens where the runs parted; None: they did not."""
 
     prompt_tokens: int
-    agreed: int
     margin: float | None
 
     @property
@@ -76,8 +75,8 @@ def compare(engine: Engine, model: PreTrainedModel, prompt: list[int], count: in
     for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if one != other:
             best = out.logits[place][0].float().topk(2).values
-            return Comparison(len(prompt), place, float(best[0] - best[1]))
-    return Comparison(len(prompt), count, None)
+            return Comparison(len(prompt), float(best[0] - best[1]))
+    return Comparison(len(prompt), None)
 
 
 def main() -> None:

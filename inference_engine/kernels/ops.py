@@ -23,7 +23,7 @@ from inference_engine.kernels.gumbel_noise import NoiseOfAll, noise_of_all
 from inference_engine.kernels.latents import PLAIN as PLAIN_LATENTS
 from inference_engine.kernels.latents import LatentOps
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state
-from inference_engine.kernels.prefill_attention import AttendCausalState, AttendPiece, MergeTwo, attend_piece, merge_two
+from inference_engine.kernels.prefill_attention import AttendEntries, MergeTwo, attend_piece, merge_two
 from inference_engine.kernels.ragged_attention import attend_ragged
 from inference_engine.kernels.reads import RaggedAttention
 from inference_engine.kernels.topk import Largest, topk_by_sorting
@@ -78,8 +78,8 @@ class DeviceOps:
     open_fused: Callable[[], Fused] = Fused
     open_invariant: Callable[[], Fused] = Fused
     attend_causal: CausalAttention = attend_causal
-    attend_piece: AttendPiece = attend_piece
-    attend_causal_state: AttendCausalState = attend_causal_state
+    attend_piece: AttendEntries = attend_piece
+    attend_causal_state: AttendEntries = attend_causal_state
     merge_two: MergeTwo = merge_two
     merging: type[MergingStates] = Merging
     attends_together: bool = False

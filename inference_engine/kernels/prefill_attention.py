@@ -38,20 +38,15 @@ State = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, float], State]
 
 
-class AttendPiece(Protocol):
+class AttendEntries(Protocol):
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
     ) -> State:
-        """The state of entries [Hkv, S, D], contiguous, all of which each query [T, Hq, D] sees. On a GPU out may have
-        the dtype of the keys."""
+        """The state of queries [T, Hq, D] over entries [Hkv, S, D].
 
-
-class AttendCausalState(Protocol):
-    """As `attend_causal_state`."""
-
-    def __call__(
-        self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
-    ) -> State: ...
+        Of a piece, contiguous, each query sees all, and on a GPU out may have the dtype of the keys; or as
+        `attend_causal_state`.
+        """
 
 
 class MergeTwo(Protocol):
@@ -79,7 +74,7 @@ def merge_two(first: State, second: State, dtype: torch.dtype) -> State:
 def attend_piece(
     queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
 ) -> State:
-    """See `AttendPiece`."""
+    """See `AttendEntries`, of a piece."""
     return attend_state(queries, keys, values, None, scaling=scaling, softcap=softcap)
 
 
@@ -92,7 +87,7 @@ def by_cudnn(queries: Tensor, keys: Tensor, values: Tensor, scaling: float, *, i
 
 
 class LongAttention(ABC):
-    """Implements CausalAttention, and by methods AttendPiece and AttendCausalState.
+    """Implements CausalAttention, and by methods AttendEntries.
 
     What does not fit the operation is attended to as elsewhere; so is everything after the operation failed.
     """
@@ -134,7 +129,7 @@ class LongAttention(ABC):
     def attend_piece(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
     ) -> State:
-        """Implements AttendPiece."""
+        """Implements AttendEntries, of a piece."""
         if self._is_asked(queries, keys, softcap):
             with self._giving_up(queries):
                 if (state := self.state(queries, keys, values, scaling, is_causal=False)) is not None:
@@ -144,7 +139,7 @@ class LongAttention(ABC):
     def attend_causal_state(
         self, queries: Tensor, keys: Tensor, values: Tensor, *, scaling: float, softcap: float | None = None
     ) -> State:
-        """Implements AttendCausalState."""
+        """Implements AttendEntries, as `attend_causal_state`."""
         if self._is_asked(queries, keys, softcap):
             with self._giving_up(queries):
                 if (state := self.state(queries, keys, values, scaling, is_causal=True)) is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from inference_engine.kernels.attention import CausalAttention, attend, attend_causal
 from inference_engine.kernels.expanded_attention import WholeEntries
 from inference_engine.kernels.merge import Merging, MergingStates, attend_causal_state, attend_state, with_head_sinks
-from inference_engine.kernels.prefill_attention import AttendCausalState, AttendPiece, attend_piece
+from inference_engine.kernels.prefill_attention import AttendEntries, attend_piece
 from inference_engine.kernels.reads import RaggedAttention, ReadRecord, StagedReads
 from inference_engine.kernels.topk import Largest, topk_by_sorting
 from inference_engine.kv.geometry import Geometry
@@ -137,8 +137,8 @@ class StepReads:
     has_causal_views_only: bool = False
     largest: Largest = topk_by_sorting
     attend_causal: CausalAttention = attend_causal
-    attend_piece: AttendPiece = attend_piece
-    attend_causal_state: AttendCausalState = attend_causal_state
+    attend_piece: AttendEntries = attend_piece
+    attend_causal_state: AttendEntries = attend_causal_state
     merging: type[MergingStates] = Merging
     attend_generated: RaggedAttention | None = None
     records: StagedReads = field(default_factory=StagedReads)
@@ -298,8 +298,8 @@ class ChunkView(View):
     portions: Sequence[Portion]
     source: EntrySource
     chunks: Sequence[range]
-    attend_piece: AttendPiece = attend_piece
-    attend_causal_state: AttendCausalState = attend_causal_state
+    attend_piece: AttendEntries = attend_piece
+    attend_causal_state: AttendEntries = attend_causal_state
     merging: type[MergingStates] = Merging
 
     def read(self, layer: int, queries: Tensor, buffer: KVBuffer, scoring: Scoring) -> Tensor:

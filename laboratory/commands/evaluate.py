@@ -12,7 +12,6 @@ One that takes hours may save what it has as it goes: its `main` gets a third ar
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 import shlex
 import shutil
@@ -26,11 +25,12 @@ from typing import Any
 
 from inference_engine.cli.lazy_commands import LateParser
 from inference_engine.cli.settings import add_config_file, add_settings, settings
-from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub, writable
+from inference_engine.config import EngineConfig, ModelConfig, writable
 from inference_engine.errors import ConfigError
 from inference_engine.models import find_model
 from laboratory.bench.experiments import EXPERIMENTS as BENCHMARKS
-from laboratory.bench.experiments import NotingParser
+from laboratory.bench.experiments import Experiment as Benchmark
+from laboratory.bench.experiments import NotingParser, module_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,9 @@ _NOT_SHOWN = (*_PLACES, "--commit")
 
 
 @dataclass(frozen=True, slots=True)
-class Experiment:
+class Experiment(Benchmark):
     """needs_model: whether `main` gets a running target, or None. saves_parts: whether it gets what saves a payload."""
 
-    module: str
-    help: str
     needs_model: bool = True
     saves_parts: bool = False
 
@@ -129,11 +127,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     report.add_argument("--pictures", type=Path, metavar="DIR", help="draw every picture of every record into a folder")
     report.set_defaults(run=run_report)
-
-
-def shown(value: float) -> str:
-    """Six digits, and all of a large number: of bytes, every one is known."""
-    return f"{value:g}" if abs(value) < 1e6 else f"{value:,.0f}"
 
 
 def _log_what_is_found() -> None:
@@ -272,10 +265,3 @@ def _check_name(name: str | None) -> None:
 
 def _learn(experiment: Experiment) -> Callable[[LateParser], None]:
     return lambda parser: module_of(experiment).add_arguments(parser)
-
-
-def module_of(experiment: Experiment) -> Any:
-    # Both before anything imports torch or transformers.
-    configure_threads_environment()
-    forbid_model_hub()
-    return importlib.import_module(experiment.module)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_engine.engine import Engine
-from inference_engine.errors import NoCapacity, Overloaded, RequestError
+from inference_engine.errors import NoCapacity, Overloaded
 from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Event, Failed, Finished, GenerateParams, Sampling, TokenCommitted
 from laboratory.evaluation.sessions import append_all
@@ -28,15 +28,14 @@ def answer_all(
     *,
     answer_tokens: int,
     stop_ids: Sequence[int],
-    may_fail_with: tuple[type[RequestError], ...] = (),
 ) -> list[list[int]]:
     """The answer to each prompt, on a session of its own, without the id it stopped at.
 
-    Sessions begin in order and run side by side; where memory or the queue is full, the next waits for one to end. An
-    answer that fails with one of `may_fail_with` is what there was of it. Raises InvalidArgument or NoCapacity for a
-    prompt that fits no session at all, and what any Generate failed with otherwise; no session is left open.
+    Sessions begin in order and run side by side; where memory or the queue is full, the next waits for one to end.
+    Raises InvalidArgument or NoCapacity for a prompt that fits no session at all, and what any Generate failed with; no
+    session is left open.
     """
-    asking = _Asking(engine, answer_tokens, stop_ids, may_fail_with)
+    asking = _Asking(engine, answer_tokens, stop_ids)
     try:
         for number, one in enumerate(asked):
             asking.start(number, one)
@@ -56,12 +55,10 @@ class _Asking:
         engine: Engine,
         answer_tokens: int,
         stop_ids: Sequence[int],
-        may_fail_with: tuple[type[RequestError], ...],
     ) -> None:
         self._engine = engine
         self._answer_tokens = answer_tokens
         self._stop_ids = stop_ids
-        self._may_fail_with = may_fail_with
         self._events: queue.SimpleQueue[tuple[str, Event]] = queue.SimpleQueue()
         self.sessions: dict[str, int] = {}
         self.answers: dict[int, list[int]] = {}
@@ -85,9 +82,9 @@ class _Asking:
             number = self.sessions[session]
             if isinstance(event, TokenCommitted) and event.token_id not in self._stop_ids:
                 self.answers[number].append(event.token_id)
-            elif isinstance(event, Failed) and not isinstance(event.error, self._may_fail_with):
+            elif isinstance(event, Failed):
                 raise event.error
-            elif isinstance(event, Finished | Failed):
+            elif isinstance(event, Finished):
                 del self.sessions[session]
                 self._engine.close_session(session)
                 return

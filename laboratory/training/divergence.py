@@ -26,11 +26,10 @@ Advance = Callable[[int], None]  # called with the tokens done since the last ca
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divergence:
-    """KL(exact ‖ restored) in nats over `tokens` positions, and how often both have the same likeliest token."""
+    """KL(exact ‖ restored) in nats over `tokens` positions."""
 
     mean: float
     p99: float
-    agreement: float
     tokens: int
 
 
@@ -65,7 +64,7 @@ def measure_divergence(
 
     Earlier positions do not count.
     """
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in variants}
+    found: dict[str, list[Tensor]] = {name: [] for name in variants}
     for tokens in sequences:
         if len(tokens) <= sink + window:
             raise LatentError(f"a sequence of {len(tokens)} tokens has no entry outside sink {sink}, window {window}")
@@ -79,7 +78,7 @@ def measure_divergence(
                 ours = log_probabilities(
                     forward(ids, restored(layers, keys, values, sink=sink, window=window)), sink + window
                 )
-            found[name].append((divergences(exact, ours), exact.argmax(-1) == ours.argmax(-1)))
+            found[name].append(divergences(exact, ours))
         if advance is not None:
             advance(len(tokens))
     if not any(found.values()):
@@ -110,11 +109,10 @@ def divergences(exact: Tensor, ours: Tensor) -> Tensor:
     return (exact.exp() * (exact - ours)).sum(-1)
 
 
-def _pooled(parts: Sequence[tuple[Tensor, Tensor]]) -> Divergence:
-    all_divergences = torch.cat([part for part, _ in parts]).double()
+def _pooled(parts: Sequence[Tensor]) -> Divergence:
+    all_divergences = torch.cat(list(parts)).double()
     return Divergence(
         mean=float(all_divergences.mean()),
         p99=float(all_divergences.quantile(0.99)),
-        agreement=float(torch.cat([part for _, part in parts]).double().mean()),
         tokens=len(all_divergences),
     )
