@@ -1,5 +1,7 @@
 """What runs TinyModel in the laws: what serves on a CPU, EXECUTORS; and MLX, which has batched mode alone.
 
+In fixed-shape mode torch runs the first case of each law, and all further ones.
+
 On MLX `make test` has each law with SOME of the strategies, which take turns. `--executor mlx` runs all cases on it
 alone: `make laws-mlx`, which continuous integration runs. `--executor hybrid` runs them on a model of its own on torch,
 whose layers have recurrent states, `--executor hybrid-native` on one of the native backend, `--executor ranks` on a
@@ -27,7 +29,7 @@ from tests.further import UNREAD, make_further
 from tests.laws import variants
 from tests.laws.variants import by_turns
 from tests.parallel.in_threads import tiny_ranks
-from tests.tiny_native import run_on, tiny_native_hybrid
+from tests.tiny_native import EXECUTORS, run_on, tiny_native_hybrid
 
 HERE = Path(__file__).parent
 # About plans and attention of torch, those of MLX are in tests/mlx; and about identities of the native backend, and
@@ -70,6 +72,7 @@ BATCHED = (MLX, *HYBRIDS, RANKS)  # they have batched mode alone
 SOME = 1
 # With every variant, whose other values take turns. In the others, mechanisms and variants do, too.
 WITH_ALL = ("test_a_session_in_a_batch_equals_the_session_alone", "test_a_query_sees_what_the_mask_law_says")
+ON_TORCH = pytest.StashKey[bool]()
 
 
 @pytest.fixture
@@ -79,7 +82,9 @@ def executor(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _on_its_executor(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _on_its_executor(executor: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.stash.get(ON_TORCH, False):
+        monkeypatch.setitem(EXECUTORS, Mode.FIXED_SHAPE, tiny.tiny_forward)
     if executor == HYBRID:
         run_on(tiny.tiny_hybrid, monkeypatch)
         # A token alone and in a chunk give states that differ by rounding, and of two numbers at the edge of a code
@@ -134,6 +139,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elsewhere = set().union(*on.values())
     for item in _waiting([item for item in laws if item not in elsewhere]):
         make_further(item)
+    for item in _on_torch(item for item in laws if item not in elsewhere):
+        item.stash[ON_TORCH] = True
     able = {name: [item for item in laws if item in on[name] and _can_be(item)] for name in BATCHED}
     kept: set[pytest.Item] = {*laws}.difference(elsewhere)
     if (alone := config.getoption("--executor")) is not None:
@@ -184,6 +191,17 @@ def _has_edges(strategy: object) -> bool:
     cannot hold; that such strategies serve a hybrid is tried at its admission."""
     is_of_package = not type(strategy).__module__.startswith("inference_engine.")
     return isinstance(strategy, KVStrategy) and (is_of_package or strategy.restorer().is_calibrated)
+
+
+def _on_torch(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of those in fixed-shape mode."""
+    seen: set[str] = set()
+    for item in items:
+        law = item.nodeid.partition("[")[0]
+        if Mode.FIXED_SHAPE in _given(item).values() and (_is_further(item) or law not in seen):
+            yield item
+            if not _is_further(item):
+                seen.add(law)
 
 
 def _is_further(item: pytest.Item) -> bool:
