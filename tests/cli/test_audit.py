@@ -15,7 +15,7 @@ from inference_engine.types import Mode
 from kakeya import AsyncClient
 from tests.further import further
 from tests.server_thread import server_thread
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 FEW = ("--histories", "2", "--splits", "4", "--turns", "2", "--turn-tokens", "40", "--generate-tokens", "4")
 TURN = [(7, -0.5), (8, -1.5), (9, -2.5)]
@@ -34,7 +34,7 @@ CUT = [(4, 6)]
 def test_a_server_whose_tokens_depend_on_the_history_alone_passes(
     mode: Mode, strategy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with tiny_engine(mode=mode) as engine, server_thread(engine) as target:
+    with served_engine(mode=mode) as engine, server_thread(engine) as target:
         assert main(["audit", "--target", target, "--strategy", strategy, *FEW]) == 0
     # Of each history one stream in one piece and four in pieces, each with two turns of four tokens.
     assert "10 streams of 2 histories, 80 tokens: 0 violations" in capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_more_tokens_than_a_server_generates_at_once_are_refused_before_a_sessio
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(AsyncClient, "create_session", Mock(side_effect=AssertionError("a session was opened")))
-    with tiny_engine(max_generate_tokens=3) as engine, server_thread(engine) as target:
+    with served_engine(max_generate_tokens=3) as engine, server_thread(engine) as target:
         assert main(["audit", "--target", target, *FEW]) == 1
     assert "--generate-tokens 4 is more than the server's limit of 3" in capsys.readouterr().err
 
@@ -59,7 +59,7 @@ def test_a_server_that_cares_how_ids_came_is_found_out(
         return append(engine, session_id, ids[::-1] if len(ids) < 8 else ids, **options)
 
     monkeypatch.setattr(Engine, "append_once", short_ones_backwards)
-    with tiny_engine() as engine, server_thread(engine) as target:
+    with served_engine() as engine, server_thread(engine) as target:
         assert main(["audit", "--target", target, *FEW]) == 1
     assert "INV-3 violated: history 0, turn " in capsys.readouterr().out
 

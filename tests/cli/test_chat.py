@@ -63,19 +63,6 @@ class Chat:
         return status, printed.out, printed.err
 
 
-def test_every_message_is_answered_by_a_server_of_its_own_and_its_cost_is_reported(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd again\n"))
-    assert main(("chat", "--model", str(tiny_folder), "--kv-bytes=64MiB", "--max-tokens=3")) == 0
-    printed = capfd.readouterr()
-    assert printed.err == ""
-    first, second = COST.findall(printed.out)
-    length = int(first[0]) + 3
-    assert first[1:] == ("3", "max_tokens", str(length), "0")
-    assert second[1:] == ("3", "max_tokens", str(length + int(second[0]) + 3), "0")
-
-
 def test_run_starts_a_model_by_its_folder_and_one_without_a_template_goes_on_with_a_text(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,16 +34,6 @@ def test_a_server_says_in_one_line_what_it_serves(server: Server) -> None:
     assert "MB for K/V, metrics at http://127.0.0.1:" in said
 
 
-def test_the_log_names_a_default_limit_that_no_session_can_have(tiny_folder: Path) -> None:
-    with TemporaryFile("w+", encoding="utf-8") as errors:
-        asked = ("--model", tiny_folder, "--kv-bytes=64MiB", "--default-limit-tokens=100000")
-        with kakeya_serve(*asked, stderr=errors) as server, sdk.Client(server.target) as client:
-            given = client.server_info().default_limit_tokens
-        errors.seek(0)
-        said = errors.read()
-    assert given and f"default_limit_tokens is 100000; with full the model allows {given}, " in said
-
-
 def test_a_client_that_disconnects_abruptly_leaves_nothing_in_the_log(
     tiny_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,10 +189,17 @@ def generate_until_refused(session: sdk.Session) -> NoReturn:
 
 
 def test_a_server_that_was_tied_to_its_parent_ends_when_the_parent_is_gone(tiny_folder: Path) -> None:
-    with kakeya_serve("--model", tiny_folder, "--kv-bytes=64MiB") as server:
-        assert server.process.stdin is not None
-        server.process.stdin.close()
-        assert server.wait() == 0
+    """Its log names a default limit that no session can have."""
+    with TemporaryFile("w+", encoding="utf-8") as errors:
+        asked = ("--model", tiny_folder, "--kv-bytes=64MiB", "--default-limit-tokens=100000")
+        with kakeya_serve(*asked, stderr=errors) as server, sdk.Client(server.target) as client:
+            given = client.server_info().default_limit_tokens
+            assert server.process.stdin is not None
+            server.process.stdin.close()
+            assert server.wait() == 0
+        errors.seek(0)
+        said = errors.read()
+    assert given and f"default_limit_tokens is 100000; with full the model allows {given}, " in said
 
 
 @pytest.mark.hostile
