@@ -47,8 +47,8 @@ from tests.middle import Fate, Middle, open_middle
 from tests.newer_strategy import NewerWindow, registered
 from tests.processes import Restarted
 from tests.router import Router, open_router
-from tests.tiny import tiny_engine
 from tests.tiny_folder import save_tiny_chat_model
+from tests.tiny_native import served_engine
 
 KEY = "a" * 32
 
@@ -128,7 +128,7 @@ class Servers:
     ) -> dict[str, str]:
         guards, shown = self._guards() if guarded else ({}, {})
         config = ServerConfig(**{"bind": "127.0.0.1:0", "drain_seconds": 1.0, **guards, **(server or {})})
-        runtime = tiny_engine(**{"read_tokens": lambda: TOKENS, **(engine or {})})
+        runtime = served_engine(**{"read_tokens": lambda: TOKENS, **(engine or {})})
         handle = await start_server(runtime, config)
         self._running[handle.target] = handle, runtime
         return {"target": handle.target, **shown}

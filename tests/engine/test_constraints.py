@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,8 @@ from inference_engine.types import (
 from tests.constraints import CHOICES, END, KINDS, TOKENS, text
 from tests.laws.variants import drain, tokens
 from tests.laws.variants import text as history
-from tests.tiny import VOCABULARY, tiny_engine
+from tests.tiny import VOCABULARY
+from tests.tiny_native import served_engine
 
 REGEX, CHOICE = KINDS[1].constraint, KINDS[3].constraint
 
@@ -126,7 +126,7 @@ def test_nothing_is_loaded_before_the_first_constraint_about_text() -> None:
         return TOKENS
 
     before = {thread.name for thread in threading.enumerate()}
-    with tiny_engine(read_tokens=read_tokens) as engine:
+    with served_engine(read_tokens=read_tokens) as engine:
         session = engine.create_session(eos_token_ids=[END]).session_id
         engine.append(session, history(20))
         drain(engine.generate(session, GenerateParams(max_tokens=3)))
@@ -147,7 +147,7 @@ def unreadable() -> TokenBytes:
     (None, "no files"), (unreadable, "holds no tokenizer"), (lambda: TokenBytes(specification="{}"), "cannot"),
 ])  # fmt: skip
 def test_without_the_bytes_of_tokens_only_a_choice_is_possible(read_tokens: Any, reason: str) -> None:
-    with tiny_engine(read_tokens=read_tokens) as engine:
+    with served_engine(read_tokens=read_tokens) as engine:
         session = engine.create_session(eos_token_ids=[END]).session_id
         engine.append(session, history(20))
         with pytest.raises(ConstraintUnavailable, match=reason):
@@ -225,7 +225,7 @@ def test_a_mask_that_comes_late_delays_its_own_generate_and_no_other(monkeypatch
     plain, slowed = GenerateParams(max_tokens=30), GenerateParams(max_tokens=30, constraint=KINDS[0].constraint)
     monkeypatch.setattr(matching, "SLOW_SECONDS", -1.0)  # all of its places are left to workers
     go_on = threading.Event()
-    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+    with served_engine(read_tokens=lambda: TOKENS) as engine:
         expected = tokens(drain(engine.generate(opened(engine), slowed)))
         free = tokens(drain(engine.generate(opened(engine), plain)))
         mask, calls = TextAutomaton.mask, list[int]()
@@ -312,14 +312,15 @@ def opened(engine: Engine) -> str:
 
 
 def test_a_generate_that_is_cancelled_while_its_mask_is_late_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+    is_asked, go_on = threading.Event(), threading.Event()
+    with served_engine(read_tokens=lambda: TOKENS) as engine:
         session = opened(engine)
         mask = TextAutomaton.mask
         engine.compile_constraint(GenerateParams(max_tokens=9, constraint=REGEX)).result()
-        monkeypatch.setattr(TextAutomaton, "mask", lambda automaton: (go_on.wait(30), mask(automaton))[1])
+        late = lambda automaton: (is_asked.set(), go_on.wait(30), mask(automaton))[-1]  # noqa: E731
+        monkeypatch.setattr(TextAutomaton, "mask", late)
         generation = engine.generate(session, GenerateParams(max_tokens=9, constraint=REGEX))
-        time.sleep(0.1)
+        assert is_asked.wait(30)
         generation.cancel()
         end = drain(generation)[-1]
         go_on.set()
@@ -329,7 +330,7 @@ def test_a_generate_that_is_cancelled_while_its_mask_is_late_ends(monkeypatch: p
 
 def test_a_choice_is_drawn_from_all_its_lists() -> None:
     found = set()
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         parent = opened(engine)
         for seed in range(40):
             session = engine.fork_session(parent).session_id

@@ -21,14 +21,16 @@ from tests.facade import (
 )
 from tests.kept import keeping, saved
 from tests.laws.variants import drain, generate, text
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 FEW, MANY = 3, 12
 LENGTH = 90
 
 
 def made(**settings: object) -> Callable[..., Engine]:
-    return lambda **more: tiny_engine(**{"hibernate": "always", "hibernate_after_seconds": 3600.0, **settings, **more})
+    return lambda **more: served_engine(
+        **{"hibernate": "always", "hibernate_after_seconds": 3600.0, **settings, **more}
+    )
 
 
 def talked(engine: Engine, seed: int, **settings: object) -> str:
@@ -46,7 +48,7 @@ def cached(engine: Engine, session: str, owner: str = "") -> int:
 
 
 def test_more_sessions_than_fit_take_turns_and_only_what_came_since_is_prefilled(tmp_path: Path) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         one = engine.session_info(talked(engine, 0)).reserved_bytes
     room = {"kv_bytes": int((FEW + 1.9) * one), "session_evictable_seconds": 0.0}
     with keeping(tmp_path, make=made(hibernate_after_seconds=0.001, **room)) as engine:

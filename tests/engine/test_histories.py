@@ -23,7 +23,7 @@ from tests.further import further
 from tests.laws.variants import drain, text, tokens
 from tests.load.scripted import scripted_engine
 from tests.session.test_history import SMALL_LEAF_TOKENS, small_leaves
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 ENDLESS = SinkWindow(sink=4, window=32)
 PENALTY = Sampling(temperature=0.8, repetition_penalty=1.5, seed=7)
@@ -214,7 +214,7 @@ def test_a_score_whose_places_were_taken_meanwhile_ends_typed_and_adds_nothing()
             began.append(engine.create_session(strategy=ENDLESS).session_id)
             engine.append(began[0], text(45))
 
-    with tiny_engine(history_tokens_per_owner=100, on_step=takes_the_places) as engine:
+    with served_engine(history_tokens_per_owner=100, on_step=takes_the_places) as engine:
         session = opened(engine, 50)
         scoring = engine.score(session, text(20), lambda *_: None)
         with pytest.raises(QuotaExceeded, match="hold 95 tokens"):
@@ -316,7 +316,7 @@ def test_a_penalty_of_a_grown_forked_and_cancelled_history_is_that_of_its_tokens
     """Held against a session that is given the same ids in one append, whose penalty has nothing to remember."""
     rng = random.Random(3)
     journal = MemoryJournal()
-    with tiny_engine(journal=journal, history_tokens_per_owner=0) as engine:
+    with served_engine(journal=journal, history_tokens_per_owner=0) as engine:
         session = opened(engine, 20)
         for turn in range(8):
             engine.append(session, text(rng.randint(1, 30), seed=turn))

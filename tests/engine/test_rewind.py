@@ -24,7 +24,7 @@ from tests.engine.sessions import opened
 from tests.facade import on_the_engines_thread, remembered_generates, standing_still
 from tests.kept import after_a_kill, gated, keeping, saved
 from tests.laws.variants import drain, text, tokens
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 ONE, TWO = (bytes([number]) * 16 for number in (1, 2))
 PARAMS = GenerateParams(max_tokens=6)
@@ -35,7 +35,7 @@ def history(engine: Engine, session_id: str) -> list[int]:
 
 
 def test_a_retry_gets_the_session_that_was_made_and_nothing_is_done_twice() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         first = engine.rewind_session(session, 30, request_id=ONE)
         again = engine.rewind_session(session, 30, request_id=ONE)
@@ -48,7 +48,7 @@ def test_a_retry_gets_the_session_that_was_made_and_nothing_is_done_twice() -> N
 
 
 def test_an_expected_length_that_is_another_changes_nothing() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         for expected in (39, 41):
             with pytest.raises(HistoryLengthMismatch):
@@ -57,7 +57,7 @@ def test_an_expected_length_that_is_another_changes_nothing() -> None:
 
 
 def test_while_a_generate_runs_a_rewind_is_refused_as_busy_and_the_generate_goes_on() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         with standing_still(engine):
             running = engine.generate(session, PARAMS)
@@ -68,7 +68,7 @@ def test_while_a_generate_runs_a_rewind_is_refused_as_busy_and_the_generate_goes
 
 
 def test_a_position_amid_a_generates_tokens_keeps_those_and_its_request_id_is_not_the_new_sessions() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         said = [token for token, _ in tokens(drain(engine.generate(session, PARAMS, request_id=ONE)))]
         new = engine.rewind_session(session, 43).session_id
@@ -87,7 +87,7 @@ def test_a_position_amid_a_generates_tokens_keeps_those_and_its_request_id_is_no
 
 
 def test_a_reader_of_the_old_session_gets_the_tokens_that_were_there() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = opened(engine, 40)
         generation = engine.generate(session, PARAMS)
         engine.rewind_session(session, 40, wait_seconds=10)
@@ -95,11 +95,11 @@ def test_a_reader_of_the_old_session_gets_the_tokens_that_were_there() -> None:
 
 
 def test_neither_a_quota_that_is_used_up_nor_a_full_pool_stands_in_the_way() -> None:
-    with tiny_engine(growth="guaranteed") as engine:
+    with served_engine(growth="guaranteed") as engine:
         whole = engine.create_session().bound.sustained_bytes
     limits = {"max_sessions_per_owner": 1, "kv_bytes_per_owner": whole, "history_tokens_per_owner": 40}
     for settings in (limits, {"max_sessions": 1}, {"kv_bytes": whole}):
-        with tiny_engine(growth="guaranteed", **settings) as engine:  # type: ignore[arg-type]
+        with served_engine(growth="guaranteed", **settings) as engine:  # type: ignore[arg-type]
             session = opened(engine, 40)
             with pytest.raises((QuotaExceeded, NoCapacity)):
                 engine.fork_session(session, at_position=10)
@@ -110,9 +110,9 @@ def test_neither_a_quota_that_is_used_up_nor_a_full_pool_stands_in_the_way() -> 
 
 
 def test_a_session_that_forks_read_goes_back_without_memory_and_the_next_generate_says_if_there_is_none() -> None:
-    with tiny_engine(growth="guaranteed", windowed=False) as engine:
+    with served_engine(growth="guaranteed", windowed=False) as engine:
         whole = engine.create_session().bound.sustained_bytes
-    with tiny_engine(growth="guaranteed", windowed=False, kv_bytes=2 * whole) as engine:
+    with served_engine(growth="guaranteed", windowed=False, kv_bytes=2 * whole) as engine:
         session = opened(engine, 200)
         drain(engine.generate(session, PARAMS))
         fork = engine.fork_session(session).session_id

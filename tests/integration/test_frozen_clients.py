@@ -26,7 +26,7 @@ from tests.frozen_clients.build import (
 from tests.further import further
 from tests.once import made_once
 from tests.server.wire import HISTORY, SERVICE, TIMEOUT_SECONDS, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 FROZEN_METHODS = ["CreateSession", "AppendTokens", "Generate", "CloseSession", "GetSessionInfo"]
 # Fields below are frozen or kept free, in every message a frozen client knows.
@@ -60,14 +60,14 @@ def turn(token_ids: list[int], max_tokens: int, *, leave_after: int | None = Non
 async def play(client: FrozenClient, turns: list[Turn], *, eos: tuple[int, ...] = (), **settings: Any) -> Any:
     """What the client sees of the turns, from a server whose engine has these settings."""
     create = {"clientLabel": "frozen", "eosTokenIds": list(eos)}
-    with tiny_engine(**settings) as engine:
+    with served_engine(**settings) as engine:
         async with serving(engine) as server:
             return await asyncio.to_thread(client.play, server.target, {"create": create, "turns": turns})
 
 
 def engine_tokens(turns: list[Turn], *, eos: tuple[int, ...] = (), **settings: Any) -> list[list[int]]:
     """The tokens of the same turns from an engine without a wire."""
-    with tiny_engine(**settings) as engine:
+    with served_engine(**settings) as engine:
         session_id = engine.create_session(eos_token_ids=eos).session_id
         generated = []
         for each in turns:
@@ -175,7 +175,7 @@ async def call(channel: Any, frozen: Callable[[str], Any], method: str, **fields
 async def test_frames_before_done_hold_frozen_fields_alone_and_new_ones_stay_out_of_their_numbers(
     frozen: Callable[[str], Any],
 ) -> None:
-    with tiny_engine(strategy=WINDOW) as engine:
+    with served_engine(strategy=WINDOW) as engine:
         async with serving(engine) as server, grpc.aio.insecure_channel(server.target) as channel:
             ask = partial(call, channel, frozen)
             opened = await ask("CreateSession")

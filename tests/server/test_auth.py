@@ -15,7 +15,7 @@ from inference_engine.server.auth import Key, KeyRing
 from inference_engine.server.run import ServerHandle, start_server
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -111,7 +111,7 @@ async def test_the_id_of_another_owners_request_brings_back_nothing(owners: tupl
 
 async def test_an_evicted_session_is_unknown_to_all_but_its_owner(key_file: str) -> None:
     now = 0.0
-    with tiny_engine(clock=lambda: now, session_idle_ttl_seconds=10.0) as engine:
+    with served_engine(clock=lambda: now, session_idle_ttl_seconds=10.0) as engine:
         async with (
             serving(engine, api_key_file=key_file) as handle,
             connected(handle, metadata=bearer(ALICE)) as alice,

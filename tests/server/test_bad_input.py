@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
-from tests.tiny import VOCABULARY, tiny_engine
+from tests.tiny import VOCABULARY
+from tests.tiny_native import served_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -55,16 +55,6 @@ async def test_one_id_outside_the_vocabulary_refuses_the_whole_append(
             assert details.reason == "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE"
             assert details.fields == ["token_ids"]
             assert await client.length(session_id) == len(HISTORY)
-
-
-async def test_an_append_of_more_ids_than_the_server_takes_changes_nothing(client: Client) -> None:
-    session_id = await client.open()
-    ids = [1] * (EngineConfig().max_append_tokens + 1)
-    details = await refused(client.append(session_id, ids))
-    assert details.reason == "RESOURCE_EXHAUSTED APPEND_TOO_LARGE"
-    assert details.error_info is not None
-    assert details.error_info.metadata["max_append_tokens"] == str(EngineConfig().max_append_tokens)
-    assert await client.length(session_id) == len(HISTORY)
 
 
 OUT_OF_RANGE: list[tuple[dict[str, Any], str]] = [
@@ -123,13 +113,6 @@ async def test_a_number_out_of_range_is_refused_by_name(client: Client, subtests
             assert details.reason in ("INVALID_ARGUMENT INVALID_ARGUMENT", "INVALID_ARGUMENT TOKEN_OUT_OF_RANGE")
             assert details.fields == [named]
             assert await client.length(session_id) == len(HISTORY)
-
-
-async def test_an_empty_history_is_named_and_not_the_session(client: Client) -> None:
-    session_id = await client.open(history=())
-    details = await refused(client.generate(session_id, 4))
-    assert details.fields == ["history"]
-    assert details.text == "history: it is empty; append tokens to the session before generating"
 
 
 def by_name(name: str, **options: str) -> pb.Strategy:
@@ -263,33 +246,8 @@ async def test_whether_the_session_exists_is_said_before_what_is_wrong_with_the_
     assert details.reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
-@pytest.mark.parametrize("method", ["AppendTokens", "Generate"])
-async def test_a_wrong_expected_history_length_changes_nothing(client: Client, method: str) -> None:
-    session_id = await client.open()
-    fields: Any = {"session_id": session_id, "expected_history_length": 7}
-    if method == "AppendTokens":
-        request: object = pb.AppendTokensRequest(token_ids=[1], **fields)
-    else:
-        request = pb.GenerateRequest(max_tokens=1, **fields)
-    details = await refused(client.call(method, request))
-    assert details.reason == "ABORTED HISTORY_LENGTH_MISMATCH"
-    assert details.error_info is not None
-    assert dict(details.error_info.metadata) == {"expected": "7", "actual": "8"}
-    assert await client.length(session_id) == len(HISTORY)
-
-
-async def test_a_server_without_room_says_when_to_come_back() -> None:
-    with tiny_engine(max_sessions=1) as engine:
-        async with serving(engine) as handle, connected(handle) as client:
-            first = await client.open()
-            details = await refused(client.open())
-            assert details.reason == "RESOURCE_EXHAUSTED NO_CAPACITY"
-            assert details.retry_info is not None
-            assert len(await client.generate(first)) == 8
-
-
 async def test_a_full_queue_refuses_at_once_and_says_when_to_come_back() -> None:
-    with tiny_engine(max_running=1, max_queued=1) as engine, held(engine) as release:
+    with served_engine(max_running=1, max_queued=1) as engine, held(engine) as release:
         async with serving(engine) as handle, connected(handle) as client:
             request = pb.GenerateRequest(session_id=await client.open(), max_tokens=8, progress=True)
             waiting = client.stream(request)

@@ -12,7 +12,7 @@ from inference_engine.decode.constraints import Constraints
 from kakeya.v1 import runtime_pb2 as pb
 from tests.constraints import END, TOKENS
 from tests.server.wire import connected, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 SCHEMA = pb.Constraint(json_schema='{"type": "array", "items": {"const": "ann"}, "minItems": 9, "maxItems": 9}')
 REQUEST = bytes(16)
@@ -27,7 +27,7 @@ def ids_of(frames: list[Any]) -> list[int]:
 
 
 async def test_a_constraint_is_refused_after_an_unknown_session_and_changes_nothing() -> None:
-    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+    with served_engine(read_tokens=lambda: TOKENS) as engine:
         async with serving(engine) as handle, connected(handle) as client:
             session = await client.open(eos_token_ids=[END])
             for wrong in (pb.Constraint(), pb.Constraint(regex="("), pb.Constraint(regex="a" * 2**18 + "a")):
@@ -47,7 +47,7 @@ async def test_other_calls_are_answered_while_a_constraint_is_compiled(monkeypat
         return compiled(constraints, constraint)
 
     monkeypatch.setattr(Constraints, "_compiled", late)
-    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+    with served_engine(read_tokens=lambda: TOKENS) as engine:
         async with serving(engine) as handle, connected(handle) as client:
             session, other = await client.open(eos_token_ids=[END]), await client.open()
             constrained = asyncio.ensure_future(client.call("Generate", request(session)))
@@ -62,7 +62,7 @@ async def test_other_calls_are_answered_while_a_constraint_is_compiled(monkeypat
 
 
 async def test_a_constrained_generate_is_replayed_and_another_constraint_is_another_call() -> None:
-    with tiny_engine(read_tokens=lambda: TOKENS) as engine:
+    with served_engine(read_tokens=lambda: TOKENS) as engine:
         async with serving(engine) as handle, connected(handle) as client:
             session = await client.open(eos_token_ids=[END])
             first = await client.call("Generate", request(session, request_id=REQUEST))

@@ -30,7 +30,7 @@ from inference_engine.server.metrics_port import PAGE, MetricsPort
 from inference_engine.types import GenerateParams
 from tests.frozen_clients.build import node_environment
 from tests.server.wire import HISTORY
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 FOLDER = Path(metrics_port.__file__).parent / "dashboard_page"
 MOST_BYTES = 30_000
@@ -52,7 +52,7 @@ class Answer:
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         yield engine
 
 

@@ -116,15 +116,6 @@ async def test_a_rewound_session_is_another_in_the_place_of_the_first_and_a_retr
     assert old not in listed
 
 
-async def test_a_rewind_waits_for_what_runs_on_the_session_and_gives_up_typed(client: Client, engine: Engine) -> None:
-    session = await client.open()
-    with held(engine):
-        running = client.stream(pb.GenerateRequest(session_id=session, max_tokens=3, progress=True))
-        await running.read()  # it was accepted
-        assert (await refused(rewind(client, session, at_position=2))).reason == "ABORTED SESSION_BUSY"
-    assert (await rewind(client, session, at_position=len(HISTORY) + 3)).history_length == len(HISTORY) + 3
-
-
 WRONG_REWINDS: list[tuple[dict[str, Any], str]] = [
     ({}, "INVALID_ARGUMENT INVALID_ARGUMENT"),
     ({"at_position": len(HISTORY) + 1}, "INVALID_ARGUMENT INVALID_ARGUMENT"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from laboratory.scripted import Script
 from tests.load.scripted import scripted_engine
 from tests.server.http.client import COMPLETIONS, asking, http_client, serving_http, tiny_chat
 from tests.server.wire import HISTORY, Client, connected, held, read_rest, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 OFTEN_SECONDS = 0.1
 SOME = 3  # frames, before what it waits for comes
@@ -48,7 +49,7 @@ async def for_its_busy_session(client: Client, session_id: str) -> AsyncIterator
 
 @pytest.mark.parametrize(("waits", "is_accepted"), [(in_the_queue, True), (for_its_busy_session, False)])
 async def test_a_generate_that_waits_sends_progress_until_it_begins(waits: Waiting, is_accepted: bool) -> None:
-    with tiny_engine(max_running=1) as engine:
+    with served_engine(max_running=1) as engine:
         async with serving(engine, busy_wait_seconds=60.0) as server, connected(server) as client:
             session_id = await client.open_endless()
             async with waits(client, session_id) as let_go:
@@ -62,16 +63,26 @@ async def test_a_generate_that_waits_sends_progress_until_it_begins(waits: Waiti
     assert kinds(frames)[-5:] == ["token_id"] * 4 + ["done"]
 
 
+def assert_given(turn: threading.Semaphore) -> None:
+    assert turn.acquire(timeout=60)
+
+
 async def test_a_long_prefill_tells_how_far_it_is_and_stops_with_the_first_token() -> None:
-    script = Script()
+    script, may_go = Script(), threading.Semaphore(0)
     with scripted_engine(script=script) as engine:
         async with serving(engine) as server, connected(server) as client:
-            # Of four segments; every step takes three frames' time.
-            script.step_seconds = SOME * OFTEN_SECONDS
+            script.on_step = lambda _: assert_given(may_go)
             session_id = await client.open(
                 range(64), strategy=pb.Strategy(sink_window=pb.SinkWindowStrategy(window=16))
             )
-            frames = await client.call("Generate", asked(session_id))
+            stream, frames = client.stream(asked(session_id)), list[Any]()
+            for done in (0, 16, 32, 48):  # each segment waits until it is known how far those before it came
+                while not frames or frames[-1].progress.done_token_count < done:
+                    frames.append(await stream.read())
+                may_go.release()
+            script.on_step = None
+            may_go.release()  # of a step that began before
+            frames += await read_rest(stream)
     names = kinds(frames)
     assert names == sorted(names, key=["progress", "truncated", "token_id", "done"].index)
     reported = [frame.progress.done_token_count for frame in frames if frame.HasField("progress")]
@@ -98,7 +109,7 @@ async def test_a_client_that_leaves_between_two_beats_leaves_nothing(client: Cli
 
 async def test_an_answer_that_waits_sends_comments_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completion, "HEARTBEAT_SECONDS", OFTEN_SECONDS)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         async with serving_http(engine, tiny_chat()) as server, http_client(server) as http:
             with held(engine) as let_go:
                 async with http.stream("POST", COMPLETIONS, json=asking(stream=True)) as answer:

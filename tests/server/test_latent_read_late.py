@@ -11,10 +11,11 @@ import pytest
 from kakeya.v1 import runtime_pb2 as pb
 from kv_cache_proposer.f_theta import lazy_codec as late
 from kv_cache_proposer.f_theta.codec import LatentCodec
-from kv_cache_proposer.f_theta.codec_files import TENSORS, StatedCodec, load_stated, save_codec
+from kv_cache_proposer.f_theta.codec_files import StatedCodec, load_stated, save_codec
 from kv_cache_proposer.stored import CalibrationManifest
-from tests.server.wire import connected, refused, serving, until
-from tests.tiny import LATENT_BYTES, tiny_engine, tiny_latent
+from tests.server.wire import connected, serving, until
+from tests.tiny import LATENT_BYTES, tiny_latent
+from tests.tiny_native import served_engine
 
 DIGEST = "5f" * 32
 RESTORED = pb.Strategy(restored=pb.RestoredStrategy(window=32, source="latent", bytes_per_token=LATENT_BYTES))
@@ -30,7 +31,7 @@ async def test_other_sessions_go_on_while_the_codec_is_read(tmp_path: Path, monk
         return load_stated(stated, **where)
 
     monkeypatch.setattr(late, "load_stated", slowly)
-    with tiny_engine(latent=late.open_codec(tmp_path, target_digest=DIGEST)) as engine:
+    with served_engine(latent=late.open_codec(tmp_path, target_digest=DIGEST)) as engine:
         async with serving(engine) as server, connected(server) as client:
             running = await client.open()
             assert not begun.is_set(), "a session of the default strategy does not need it"
@@ -43,15 +44,3 @@ async def test_other_sessions_go_on_while_the_codec_is_read(tmp_path: Path, monk
             finally:
                 gate.set()
             assert len(await client.generate(await first)) == 8
-
-
-async def test_a_damaged_codec_is_an_argument_that_cannot_be_had(tmp_path: Path) -> None:
-    save_codec(tiny_latent(), tmp_path, CalibrationManifest(target_digest=DIGEST, calibration_tokens=2048))
-    whole = (tmp_path / TENSORS).read_bytes()
-    (tmp_path / TENSORS).write_bytes(whole[:-1] + bytes([255 - whole[-1]]))
-    with tiny_engine(latent=late.open_codec(tmp_path, target_digest=DIGEST)) as engine:
-        async with serving(engine) as server, connected(server) as client:
-            details = await refused(client.open(strategy=RESTORED))
-            assert details.fields == ["strategy.restored.source"]
-            assert "calibrate it again" in details.text and str(tmp_path) not in details.text
-            assert len(await client.generate(await client.open())) == 8

@@ -21,7 +21,7 @@ from inference_engine.server.watchdog import EXIT_STALLED, Watchdog
 from kakeya.v1 import runtime_pb2 as pb
 from laboratory.scripted import Fault, Script
 from tests.engine.sessions import Clock
-from tests.facade import kv_of, wake
+from tests.facade import kv_of, session_of, wake
 from tests.load.scripted import scripted_engine
 from tests.processes import Process, ending, started
 from tests.server.wire import TIMEOUT_SECONDS, Client, connected, read_rest, refused, serving
@@ -158,6 +158,19 @@ async def test_logits_that_are_not_finite_end_their_generate_alone_and_drop_its_
         )
         assert not group.buffer.keys[vectors].any() and not group.buffer.values[vectors].any()
     assert await generated(client, session_id) == expected[1]
+
+
+async def test_a_session_whose_cache_and_history_disagree_fails_alone_and_says_why(
+    engine: Engine, client: Client
+) -> None:
+    session_id = await client.open()
+    session_of(engine, session_id).cached_tokens = 1_000_000
+    for call in (client.generate(session_id), client.generate(session_id), client.append(session_id, [1])):
+        assert (await refused(call)).reason == "FAILED_PRECONDITION INV2"
+    info = await client.info(session_id)
+    assert info.failure_reason == "INV2"
+    assert info.cache_invariant_inv2_violations == 1
+    assert info.kv_live_bytes == 0
 
 
 # -- a stall ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from laboratory.scripted import Fault, Script
 from tests.load.scripted import scripted_engine
 from tests.server.test_tracing import Recorded
 from tests.server.wire import connected, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 KEY = "a-key-that-is-long-enough-0123456789"
 POISON = 213
@@ -127,7 +127,7 @@ def test_writes_that_fail_lose_their_lines_only_and_are_reported_once_it_works_a
 async def test_a_generate_leaves_one_line_with_the_tags_of_its_session_call_and_trace() -> None:
     stream, recorded = io.StringIO(), Recorded()
     request_id = os.urandom(16)
-    with written("json", stream), tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+    with written("json", stream), served_engine(tracing=Tracing(recorded.tracer)) as engine:
         async with serving(engine) as handle, connected(handle) as client:
             session_id = await client.open()
             await client.generate(session_id, 5, request_id=request_id)

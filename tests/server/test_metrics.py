@@ -52,7 +52,6 @@ from tests.load.scripted import scripted_engine
 from tests.server.http.client import asking, http_client, serving_http, tiny_chat
 from tests.server.wire import HISTORY, Client, connected, held, refused, serving, until
 from tests.session.talks import until_folded
-from tests.tiny import tiny_engine
 from tests.tiny_native import library, served_engine
 
 POISON = 77  # the id at which the scripted device does what its script says
@@ -101,7 +100,7 @@ Scenario = Callable[[Seen], Awaitable[None]]
 
 async def an_ordinary_day(seen: Seen) -> None:
     """Sessions of strategies that hold something special, a call that comes twice, one that is refused."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         async with serving(engine) as handle, connected(handle) as client:
             session_id = ""
@@ -126,7 +125,7 @@ async def an_ordinary_day(seen: Seen) -> None:
 
 async def waiting(seen: Seen) -> None:
     """A Generate that waits for its turn."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         session = engine.create_session()
         engine.append(session.session_id, HISTORY)
@@ -137,7 +136,7 @@ async def waiting(seen: Seen) -> None:
 
 
 async def a_queue_that_is_full(seen: Seen) -> None:
-    with tiny_engine(max_running=1, max_queued_per_owner=1) as engine:
+    with served_engine(max_running=1, max_queued_per_owner=1) as engine:
         seen.begin(engine)
         first, second = (engine.create_session().session_id for _ in range(2))
         engine.append(first, HISTORY)
@@ -151,13 +150,13 @@ async def a_queue_that_is_full(seen: Seen) -> None:
 
 
 async def drafting(seen: Seen) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = engine.create_session()
         engine.append(session.session_id, HISTORY)
         events = engine.generate(session.session_id, GenerateParams(max_tokens=9))
         said = [event.token_id for event in events if isinstance(event, TokenCommitted)]
     for drafter in (Knowing(text=[*HISTORY, *said]), Failing(fails=1)):
-        with tiny_engine(drafter=drafter, draft_tokens=2) as engine:
+        with served_engine(drafter=drafter, draft_tokens=2) as engine:
             seen.begin(engine)
             session = engine.create_session()
             engine.append(session.session_id, HISTORY)
@@ -167,7 +166,7 @@ async def drafting(seen: Seen) -> None:
 
 async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
     """It reads entries of the parent's, which are kept for it: only without windows, where none is evicted."""
-    with tiny_engine(windowed=False) as engine:
+    with served_engine(windowed=False) as engine:
         seen.begin(engine)
         parent = engine.create_session().session_id
         engine.append(parent, [token % 128 for token in range(100)])
@@ -179,7 +178,7 @@ async def a_fork_that_outlives_its_parent(seen: Seen) -> None:
 
 
 async def sessions_that_begin_alike(seen: Seen) -> None:
-    with tiny_engine(share_prefixes="owner") as engine:
+    with served_engine(share_prefixes="owner") as engine:
         seen.begin(engine)
         for length in (40, 40, 50):
             session = engine.create_session().session_id
@@ -193,7 +192,7 @@ async def no_room(seen: Seen) -> None:
     """Idle sessions are evicted for others, or dropped to their tokens."""
     tight: tuple[dict[str, Any], ...] = ({"max_sessions": 1}, {"kv_bytes": 600_000, "growth": "guaranteed"})
     for settings in tight:
-        with tiny_engine(session_evictable_seconds=0, **settings) as engine:
+        with served_engine(session_evictable_seconds=0, **settings) as engine:
             seen.begin(engine)
             for _ in range(4):
                 engine.create_session()
@@ -211,7 +210,7 @@ async def a_poisoned_history(seen: Seen) -> None:
 
 
 async def a_broken_invariant(seen: Seen) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         async with serving(engine) as handle, connected(handle) as client:
             session_id = await client.open()
@@ -238,7 +237,7 @@ async def a_device_that_hangs(seen: Seen) -> None:
 
 
 async def over_http(seen: Seen) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         async with serving_http(engine, tiny_chat()) as handle, http_client(handle) as client:
             assert (await client.post("chat/completions", json=asking())).status_code == 200
@@ -250,7 +249,7 @@ async def a_log_on_a_full_disk(seen: Seen) -> None:
         def write(self, text: str) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         with written("text", Full()):
             logging.getLogger("a.test").warning("lost")
@@ -259,7 +258,7 @@ async def a_log_on_a_full_disk(seen: Seen) -> None:
 
 async def unauthenticated(seen: Seen) -> None:
     """Two connections where there is room for one, and no call came yet."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         seen.begin(engine)
         async with serving_http(engine, tiny_chat(), max_connections=1) as handle:
             assert handle.http_url is not None
@@ -275,7 +274,7 @@ async def unauthenticated(seen: Seen) -> None:
 
 async def an_address_that_sends_too_much(seen: Seen) -> None:
     """Without a call, on a connection from an address that no owner shares."""
-    with tiny_engine() as engine, socket.socket() as connection:
+    with served_engine() as engine, socket.socket() as connection:
         seen.begin(engine)
         async with serving(engine) as handle:
             host, _, port = handle.target.rpartition(":")
@@ -350,7 +349,7 @@ async def a_journal_that_is_away(seen: Seen) -> None:
 async def a_session_read_from_a_file(seen: Seen) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
-        keeping(Path(folder) / "state", make=tiny_engine, hibernate="always") as engine,
+        keeping(Path(folder) / "state", make=served_engine, hibernate="always") as engine,
     ):
         seen.begin(engine)
         async with serving(engine) as handle, connected(handle) as client:
@@ -419,7 +418,7 @@ KNOWN_LABELS: dict[str, set[str]] = {
 
 async def test_labels_come_from_small_fixed_sets_whatever_the_caller() -> None:
     """Twenty sessions, owners and labels later there are as many time series as after two."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         async with serving(engine) as handle, connected(handle) as client:
             series: list[set[str]] = []
             session_id = ""
@@ -442,7 +441,7 @@ async def test_labels_come_from_small_fixed_sets_whatever_the_caller() -> None:
 
 
 def test_every_byte_that_a_strategy_holds_is_of_a_known_kind() -> None:
-    with tiny_engine(drafter=Wrong()) as engine:
+    with served_engine(drafter=Wrong()) as engine:
         kinds: set[str] = set()
         for name in strategy_names():
             session = engine.create_session(strategy=_strategy(name))
@@ -507,7 +506,7 @@ def test_the_parts_of_a_step_add_up_to_the_step() -> None:
 
 
 async def test_states_of_sessions_follow_what_they_do() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         value = engine.metrics.registry.get_sample_value
 
         def states() -> dict[str, float]:
@@ -529,12 +528,12 @@ async def test_states_of_sessions_follow_what_they_do() -> None:
 
 def test_a_burst_of_drafted_tokens_is_one_gap_which_its_tokens_share() -> None:
     """Tokens that come at once are no proof of speed: the stream was silent before them."""
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = engine.create_session().session_id
         engine.append(session, HISTORY)
         events = list(engine.generate(session, GenerateParams(max_tokens=9)))
         said = [event.token_id for event in events if isinstance(event, TokenCommitted)]
-    with tiny_engine(drafter=Knowing(text=[*HISTORY, *said]), draft_tokens=2) as engine:
+    with served_engine(drafter=Knowing(text=[*HISTORY, *said]), draft_tokens=2) as engine:
         session = engine.create_session().session_id
         engine.append(session, HISTORY)
         assert list(engine.generate(session, GenerateParams(max_tokens=9)))

@@ -24,7 +24,7 @@ from inference_engine.server.tls import Certificates
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.certificates import Authority
 from tests.server.wire import connected, serving, until
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 TOKEN = "0123456789abcdef-of-a-scraper"
 PATHS = ("/metrics", "/dashboard", "/dashboard/data", "/nothing")
@@ -140,7 +140,7 @@ def test_the_port_has_the_servers_certificates_and_a_silent_peer_delays_no_other
 
 async def test_health_over_http_is_that_of_grpc_and_needs_no_token(token_file: str) -> None:
     config = ServerConfig(metrics_bind="127.0.0.1:0", metrics_token_file=token_file)
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         health = Health(engine)
         port = MetricsPort(engine.metrics, config, is_serving=lambda: health.is_serving)
         try:
@@ -152,7 +152,7 @@ async def test_health_over_http_is_that_of_grpc_and_needs_no_token(token_file: s
 
 
 async def test_a_picker_reads_the_queue_what_runs_and_the_share_of_memory_under_its_own_names() -> None:
-    with tiny_engine(max_running=1) as engine:
+    with served_engine(max_running=1) as engine:
         async with serving(engine, picker_metrics=PICKER_METRICS) as handle, connected(handle) as client:
             assert [picked(engine, name) for name in NAMES] == [0, 0, 0]
             sessions = [await client.open_endless() for _ in range(2)]
@@ -175,6 +175,6 @@ def picked(engine: Engine, name: str) -> float:
 
 @pytest.mark.parametrize("names", ["one,two", "a,a,b", "a,b,c d", "kakeya_generate_active,b,c"])
 async def test_names_for_a_picker_that_cannot_be_shown_are_refused(names: str) -> None:
-    with tiny_engine() as engine, pytest.raises(ConfigError, match="picker_metrics"):
+    with served_engine() as engine, pytest.raises(ConfigError, match="picker_metrics"):
         async with serving(engine, picker_metrics=names):
             pass

@@ -17,8 +17,9 @@ from tests.further import further_test
 from tests.models.tiny_gguf import tiny_model, write_gguf
 from tests.processes import kakeya_serve
 from tests.server.wire import HISTORY, connected, serving
-from tests.tiny import VOCABULARY, tiny_engine
+from tests.tiny import VOCABULARY
 from tests.tiny_folder import END, save_tiny_chat_model, tiny_tokenizer
+from tests.tiny_native import served_engine
 
 FORCED = {101: 1000.0}  # a logit bias: id 101 is generated
 START_ID, END_ID = (tiny_tokenizer().convert_tokens_to_ids(text) for text in ("<|im_start|>", END))
@@ -30,7 +31,7 @@ def answer(given: pb.CreateSessionResponse) -> list[int] | None:
 
 
 async def test_a_session_has_the_models_ends_if_it_asks_for_them_and_only_then() -> None:
-    with tiny_engine(end_ids=[101, 7]) as engine:
+    with served_engine(end_ids=[101, 7]) as engine:
         async with serving(engine) as server, connected(server) as client:
             info = await client.call("GetServerInfo", pb.GetServerInfoRequest())
             assert list(info.eos_token_ids) == [7, 101]

@@ -9,7 +9,7 @@ import pytest
 from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
 from tests.server.wire import connected, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -28,11 +28,11 @@ def bearer(key: str) -> list[tuple[str, str]]:
 
 
 async def test_a_full_pool_says_nothing_of_how_full_it_is(key_file: str) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         needed = engine.create_session().bound.peak_bytes
     reported = []
     for others in (100, 200):
-        with tiny_engine(growth="guaranteed", kv_bytes=needed) as engine:
+        with served_engine(growth="guaranteed", kv_bytes=needed) as engine:
             async with (
                 serving(engine, api_key_file=key_file) as handle,
                 connected(handle, metadata=bearer(ALICE)) as alice,

@@ -1,15 +1,13 @@
 """ListSessions, ReadHistory and the route of an id: what an owner may know of his own sessions, and no other owner."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from inference_engine.engine import Engine
-from inference_engine.server.auth import Key
 from kakeya.v1 import runtime_pb2 as pb
-from tests.server.wire import HISTORY, Client, connected, refused, serving
+from tests.server.wire import HISTORY, Client, refused
 
 ROUTE = "0123456789abcdef"
 
@@ -68,19 +66,6 @@ async def test_what_is_out_of_range_is_said(client: Client, method: str, fields:
         fields = {**fields, "session_id": await client.open()}
     details = await refused(client.call(method, getattr(pb, f"{method}Request")(**fields)))
     assert (details.reason, details.fields) == ("INVALID_ARGUMENT INVALID_ARGUMENT", [named])
-
-
-async def test_an_owner_sees_and_reads_his_own_sessions_only(engine: Engine, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    secrets = {name: f"{name}-" + "x" * 32 for name in ("alice", "bob")}
-    keys.write_text("".join(f"{Key.of(secret, name).line}\n" for name, secret in secrets.items()))
-    async with serving(engine, api_key_file=str(keys)) as server:
-        alices, bobs = ([("authorization", f"Bearer {secret}")] for secret in secrets.values())
-        async with connected(server, metadata=alices) as alice, connected(server, metadata=bobs) as bob:
-            hers = await alice.open()
-            assert [one.session_id for one in (await listed(alice)).sessions] == [hers]
-            assert not (await listed(bob)).sessions
-            assert (await refused(read(bob, hers))).reason == "NOT_FOUND SESSION_NOT_FOUND"
 
 
 async def test_an_id_begins_with_the_route_that_the_client_sent_and_so_do_those_of_forks(client: Client) -> None:

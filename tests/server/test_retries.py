@@ -164,37 +164,6 @@ async def test_each_call_says_when_it_had_been_answered_before(client: Client) -
     assert [(answer.final_history_length, answer.replayed) for answer in closed] == [(12, False), (12, True)]
 
 
-async def test_a_used_id_with_another_content_is_refused(client: Client) -> None:
-    session_id = await client.open(request_id=ONE)
-    await client.append(session_id, [1], request_id=ONE)
-    await client.call("Generate", asked(session_id, 2))
-    for method, request in (
-        ("CreateSession", pb.CreateSessionRequest(limit_tokens=9, request_id=ONE)),
-        ("AppendTokens", pb.AppendTokensRequest(session_id=session_id, token_ids=[2], request_id=ONE)),
-        ("Generate", asked(session_id, 3)),
-    ):
-        details = await refused(client.call(method, request))
-        assert details.reason == "INVALID_ARGUMENT REQUEST_ID_REUSED"
-        assert details.fields == ["request_id"]
-    assert await client.length(session_id) == len(HISTORY) + 3
-
-
-@pytest.mark.parametrize("length", [1, 15, 17])
-async def test_an_id_has_sixteen_bytes(client: Client, length: int) -> None:
-    wrong = bytes(length)
-    session_id = await client.open()
-    for method, request in (
-        ("CreateSession", pb.CreateSessionRequest(request_id=wrong)),
-        ("AppendTokens", pb.AppendTokensRequest(session_id=session_id, token_ids=[1], request_id=wrong)),
-        ("Generate", asked(session_id, 1, request_id=wrong)),
-        ("CloseSession", pb.CloseSessionRequest(session_id=session_id, request_id=wrong)),
-    ):
-        details = await refused(client.call(method, request))
-        assert details.reason == "INVALID_ARGUMENT INVALID_ARGUMENT"
-        assert details.fields == ["request_id"]
-    assert await client.length(session_id) == len(HISTORY)
-
-
 async def test_a_position_outside_a_generate_is_refused(
     engine: Engine, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,7 +9,7 @@ from inference_engine.server.stream import WOKEN_AT_ONCE, EventQueue, Feed, Loop
 from inference_engine.types import Event, Finished, GenerateParams, StopReason, TokenCommitted
 from tests.facade import session_of
 from tests.server.wire import HISTORY
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 DONE = Finished(
     stop_reason=StopReason.MAX_TOKENS,
@@ -87,7 +87,7 @@ async def test_other_calls_have_their_turn_between_many_streams_that_are_woken_t
 
 
 async def test_a_feed_gives_every_event_of_a_generate_once_in_order_and_says_where_it_is() -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         session = engine.create_session(strategy=SinkWindow(sink=4, window=16)).session_id
         engine.append(session, HISTORY)
         feed = Feed(engine.generate(session, GenerateParams(max_tokens=400)), LoopWaker(asyncio.get_running_loop()))

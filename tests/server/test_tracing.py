@@ -28,7 +28,7 @@ from inference_engine.tracing import MOST_EVENTS, Tracing
 from inference_engine.types import GenerateParams, TokenCommitted
 from tests.laws.drafters import Knowing
 from tests.server.wire import HISTORY, connected, refused, serving
-from tests.tiny import tiny_engine
+from tests.tiny_native import served_engine
 
 SERVICE = "kakeya.v1.RuntimeService"
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -74,7 +74,7 @@ def recorded() -> Recorded:
 
 @pytest.fixture
 def engine(recorded: Recorded) -> Iterator[Engine]:
-    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+    with served_engine(tracing=Tracing(recorded.tracer)) as engine:
         yield engine
 
 
@@ -120,10 +120,10 @@ async def test_one_generate_is_one_tree_under_the_clients_span(engine: Engine, r
 
 
 def test_chunks_and_verified_drafts_are_events_and_bounded(recorded: Recorded) -> None:
-    with tiny_engine() as engine:
+    with served_engine() as engine:
         said = _said(engine, 3 * MOST_EVENTS)
     drafter = Knowing(text=[*HISTORY, *said])
-    with tiny_engine(tracing=Tracing(recorded.tracer), drafter=drafter, draft_tokens=1) as engine:
+    with served_engine(tracing=Tracing(recorded.tracer), drafter=drafter, draft_tokens=1) as engine:
         assert _said(engine, 3 * MOST_EVENTS) == said
     (chunk,) = recorded.one("prefill").events
     assert (chunk.name, dict(chunk.attributes or {})) == ("chunk", {"kakeya.tokens": len(HISTORY)})
@@ -147,7 +147,7 @@ async def test_spans_hold_no_token_ids_no_session_ids_no_labels_and_no_keys(reco
     key_file = tmp_path / "keys"
     key_file.write_text(key + "\n", encoding="utf-8")
     rare = [111, 113, 127]
-    with tiny_engine(tracing=Tracing(recorded.tracer)) as engine:
+    with served_engine(tracing=Tracing(recorded.tracer)) as engine:
         authorization = [("authorization", f"Bearer {key}")]
         async with (
             serving(engine, api_key_file=str(key_file)) as handle,
@@ -245,7 +245,7 @@ class Collector:
 
 def test_spans_reach_a_collector_that_speaks_otlp() -> None:
     with Collector() as collector:
-        with exported(collector.endpoint) as tracing, tiny_engine(tracing=tracing) as engine:
+        with exported(collector.endpoint) as tracing, served_engine(tracing=tracing) as engine:
             assert len(_said(engine, 3)) == 3
         assert [span.name for span in collector.spans] == ["queue", "prefill", "decode", "generate"]
         assert collector.services == {"kakeya"}
@@ -257,7 +257,7 @@ def test_a_collector_that_is_away_is_logged_once_and_when_it_is_back(
     caplog.set_level("INFO")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
-    with Collector() as collector, exported(collector.endpoint) as tracing, tiny_engine(tracing=tracing) as engine:
+    with Collector() as collector, exported(collector.endpoint) as tracing, served_engine(tracing=tracing) as engine:
 
         def logged() -> list[str]:
             return [record.getMessage() for record in caplog.records if "collector" in record.getMessage()]

@@ -13,8 +13,8 @@ from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import ServerHandle
 from tests.further import FURTHER
 from tests.server.http.client import MESSAGES, left_nothing, openai_client, over_grpc, serving_http
-from tests.tiny import tiny_engine
 from tests.tiny_folder import END, tiny_tokenizer
+from tests.tiny_native import served_engine
 
 CONVERSATIONS: Any = [
     MESSAGES,
@@ -172,7 +172,7 @@ async def test_the_served_model_is_listed(client: openai.AsyncOpenAI) -> None:
 
 
 async def test_an_answer_says_how_much_of_the_conversation_it_could_not_read(chat: ChatText) -> None:
-    with tiny_engine(strategy="sink_window:sink=4,window=16") as engine:
+    with served_engine(strategy="sink_window:sink=4,window=16") as engine:
         async with serving_http(engine, chat) as handle, openai_client(handle) as client:
             long: Any = [{"role": "user", "content": "word " * 40}]
             _, _, done = await over_grpc(handle, long, 1)
