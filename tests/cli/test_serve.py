@@ -18,7 +18,7 @@ import pytest
 import kakeya as sdk
 from inference_engine.cli.main import main
 from inference_engine.server.watchdog import EXIT_SPOILED
-from tests.further import further
+from tests.further import further, further_test
 from tests.models.hub_entry import write_entry
 from tests.processes import Server, kakeya, kakeya_serve
 
@@ -125,6 +125,7 @@ def test_a_model_that_cannot_be_served_is_one_line_and_status_1(
     assert printed.out == ""
 
 
+@further_test
 def test_a_model_in_the_hubs_cache_is_served_by_its_name(
     tiny_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

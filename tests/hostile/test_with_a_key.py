@@ -22,7 +22,7 @@ from tests.hostile.attacks import INFO, KEY, METADATA, OWN_KEY, WITH_KEY
 from tests.hostile.conftest import MEMORY_BYTES, VICTIM, Attacked, attack, bearer
 from tests.hostile.http2 import Connection
 from tests.server.wire import connected, refused, serving
-from tests.tiny_native import served_engine
+from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -57,7 +57,7 @@ async def test_calls_whose_message_does_not_come_are_an_owners_calls_until_their
     path = tmp_path / "keys"
     path.write_text(f"{Key.of(KEY, 'attacker').line}\n{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
     question = pb.GetServerInfoRequest()
-    with served_engine() as engine:
+    with tiny_engine() as engine:
         async with (
             serving(engine, api_key_file=str(path), max_owner_calls=4) as handle,
             connected(handle, metadata=list(METADATA), options=OWN_CONNECTION) as attacker,

@@ -93,6 +93,7 @@ def all_strategies() -> list[KVStrategy]:
     return [make_strategy(name, **options) for name, variants in small.items() for options in variants]
 
 
+@cache
 def mechanism(strategy: KVStrategy) -> str:
     """What distinguishes variants of one strategy besides numbers: how it keeps old entries, and how they come back."""
     options = strategy.options()
@@ -166,17 +167,16 @@ def by_turns(cases: Sequence[tuple[tuple[str, ...], KVStrategy, tuple[str, ...]]
     turns: Counter[Hashable] = Counter()
     stays = [False] * len(cases)
     for law, numbers in laws.items():
-
-        def known(number: int, law: tuple[str, ...] = law) -> tuple[Hashable, ...]:
+        known: dict[int, tuple[Hashable, ...]] = {}
+        for number in numbers:
             _, strategy, values = cases[number]
             kind = mechanism(strategy)
             of_law = ((law, kind), *((law, value) for value in values))
-            return *of_law, kind, *((kind, value) for value in values), str(strategy)
-
-        for _ in range(min(few, len(numbers))):
-            chosen = min(numbers, key=lambda number: [turns[value] for value in known(number)])
+            known[number] = *of_law, kind, *((kind, value) for value in values), str(strategy)
+        while numbers and few > len(known) - len(numbers):
+            chosen = min(numbers, key=lambda number: [turns[value] for value in known[number]])
             numbers.remove(chosen)
-            turns.update(known(chosen))
+            turns.update(known[chosen])
             stays[chosen] = True
     return stays
 

@@ -67,9 +67,9 @@ class Cancelled:
     def cancel(self, *, is_exact: bool) -> None:
         """is_exact: the engine can do nothing meanwhile, so that no token may come any more."""
         if self.generation is not None and self.steps_then is None:
-            self.steps_then = self.forward.steps
             self.tokens_then = len(self.tokens) if is_exact else None
             self.generation.cancel()
+            self.steps_then = self.forward.steps  # this thread may have waited for others until it was heard
 
     def end(self) -> Finished | Failed:
         """Waits for it; a cancel from outside comes meanwhile."""

@@ -1,13 +1,9 @@
-"""Calls over lines that break, and what comes of them: every token once, and nothing done twice."""
+"""Calls that come again, and what comes of them: every token once, and nothing done twice."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc
-import numpy as np
 import pytest
 
 from inference_engine.engine import Engine
@@ -15,32 +11,10 @@ from inference_engine.logs import tag
 from inference_engine.server import service
 from inference_engine.server.run import ServerHandle
 from kakeya.v1 import runtime_pb2 as pb
-from tests.facade import session_of, store_of
-from tests.further import further
-from tests.laws.variants import ROUNDING
-from tests.middle import Fate, Middle, open_middle
 from tests.server.wire import HISTORY, Client, connected, read_rest, refused, serving, until_free
 
-ONE, OTHER = b"1" * 16, b"2" * 16
+ONE = b"1" * 16
 FOREVER = 30_000  # tokens; minutes of work for TinyModel
-TURNS = 3
-# Of each attempt: nothing arrives, or nothing comes back, or less than an answer takes, or some tokens.
-BREAKS = (
-    Fate("request", "cut"),
-    Fate("answer", "cut"),
-    Fate("headers", "cut"),
-    *(Fate(when, "cut", messages=count) for when in ("inside", "messages") for count in (1, 3, 6, 10)),
-)
-ATTEMPTS = 500
-STRATEGIES = {
-    "full": pb.Strategy(full=pb.FullStrategy()),
-    "sink_window": pb.Strategy(sink_window=pb.SinkWindowStrategy(sink=4, window=16)),
-    "restored": pb.Strategy(restored=pb.RestoredStrategy(sink=4, window=16)),
-}
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {"repetition_penalty": 1.2},
-    "sampled": {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 11},
-}
 
 
 def kinds(frames: list[Any]) -> list[str]:
@@ -54,90 +28,6 @@ def token_ids(frames: list[Any]) -> list[int]:
 def asked(session_id: str, max_tokens: int, *, request_id: bytes = ONE, **fields: Any) -> pb.GenerateRequest:
     fields = {"token_details": True, **fields}
     return pb.GenerateRequest(session_id=session_id, max_tokens=max_tokens, request_id=request_id, **fields)
-
-
-@asynccontextmanager
-async def one_attempt(line: Middle) -> AsyncIterator[Client]:
-    """A client on a connection of its own."""
-    async with grpc.aio.insecure_channel(line.target, options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
-        yield Client(channel)
-
-
-async def insist(line: Middle, method: str, request: Any) -> Any:
-    """The answer, whatever number of attempts it takes."""
-    while True:
-        async with one_attempt(line) as client:
-            try:
-                return await client.call(method, request)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-
-
-async def insist_on_tokens(line: Middle, request: pb.GenerateRequest) -> tuple[list[Any], Any]:
-    """The tokens and the last frame of a Generate, asked again behind the last token each time the line breaks."""
-    tokens: list[Any] = []
-    while True:
-        async with one_attempt(line) as client:
-            frames: list[Any] = []
-            try:
-                await read_rest(client.stream(request), into=frames)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-        tokens += [frame.token for frame in frames if frame.HasField("token")]
-        if frames and frames[-1].HasField("done"):
-            return tokens, frames[-1].done
-        if tokens:
-            request.resume_from = tokens[-1].position + 1
-
-
-async def conversation(
-    line: Middle, request_id: bytes, strategy: str, sampling: str
-) -> tuple[str, list[Any], list[int]]:
-    """Some turns, every call with an id and as often as it takes. Session, tokens, and the reported lengths."""
-    create = pb.CreateSessionRequest(strategy=STRATEGIES[strategy], request_id=request_id)
-    opened = await insist(line, "CreateSession", create)
-    tokens: list[Any] = []
-    lengths = []
-    for turn in range(TURNS):
-        request_id = bytes([turn]) * 16
-        ids = [(7 * turn + position) % 128 for position in range(20)]
-        append = pb.AppendTokensRequest(session_id=opened.session_id, token_ids=ids, request_id=request_id)
-        lengths.append((await insist(line, "AppendTokens", append)).history_length)
-        request = asked(opened.session_id, 25, request_id=request_id, logprobs=True, **SAMPLING[sampling])
-        given, done = await insist_on_tokens(line, request)
-        assert done.generated_token_count == len(given) == 25
-        tokens += given
-        lengths.append(done.history_length)
-    return opened.session_id, tokens, lengths
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sampling"),
-    [
-        (strategy, sampling) if place == number % len(SAMPLING) else further(strategy, sampling)
-        for number, strategy in enumerate(STRATEGIES)
-        for place, sampling in enumerate(SAMPLING)
-    ],
-)
-async def test_over_a_line_that_breaks_a_conversation_is_what_it_is_over_a_calm_one(
-    engine: Engine, server: ServerHandle, strategy: str, sampling: str
-) -> None:
-    rng = np.random.default_rng(5)
-    fates = [BREAKS[which] for which in rng.integers(len(BREAKS), size=ATTEMPTS)]
-    async with open_middle(server.target, fates) as broken, open_middle(server.target) as calm:
-        _, expected, lengths = await conversation(calm, ONE, strategy, sampling)
-        session_id, tokens, reported = await conversation(broken, OTHER, strategy, sampling)
-        assert 2 * TURNS < broken.acted < broken.calls < ATTEMPTS, "none was spared because fates ran out"
-    assert reported == lengths
-    assert [token.position for token in tokens] == [token.position for token in expected]
-    assert [token.token_id for token in tokens] == [token.token_id for token in expected]
-    ours, theirs = ([token.logprob for token in run] for run in (tokens, expected))
-    assert np.allclose(ours, theirs, atol=ROUNDING)
-    assert len(session_of(engine, session_id).history) == lengths[-1]
-    # Two sessions were opened, and no third by an answer that was lost.
-    assert len(store_of(engine)) == 2
 
 
 # -- one call, twice --------------------------------------------------------------------------------------------------

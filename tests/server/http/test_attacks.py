@@ -19,7 +19,7 @@ from tests.hostile.attacks import KEY
 from tests.hostile.conftest import VICTIM
 from tests.hostile.http_attacks import ATTACKS, HEALTH, LONG_BODY, NO_HTTP, WRONG_KEY, connect, says
 from tests.server.http.client import asking, http_client, openai_client, serving_http, tiny_chat
-from tests.tiny_native import served_engine
+from tests.tiny import tiny_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -34,7 +34,7 @@ async def served(folder: Path, **settings: Any) -> AsyncIterator[tuple[ServerHan
     """A server that knows the victim's key, and where its HTTP port is."""
     path = folder / "keys"
     path.write_text(f"{Key.of(VICTIM, 'victim').line}\n", encoding="utf-8")
-    with contextlib.closing(tiny_chat()) as chat, served_engine() as engine:
+    with contextlib.closing(tiny_chat()) as chat, tiny_engine() as engine:
         async with serving_http(engine, chat, api_key_file=str(path), **settings) as server:
             assert server.http_url is not None
             yield server, server.http_url.removeprefix("http://").removesuffix("/v1")
@@ -46,7 +46,7 @@ async def test_an_http_connection_of_a_removed_key_is_closed_when_it_is_refused_
     path = tmp_path / "keys"
     path.write_text(f"{Key.of(VICTIM).line}\n{Key.of(KEY).line}\n", encoding="utf-8")
     chat = tiny_chat()
-    with served_engine() as engine:
+    with tiny_engine() as engine:
         async with serving_http(engine, chat, api_key_file=str(path)) as server, http_client(server) as client:
             client.headers["authorization"] = f"Bearer {KEY}"
             assert (await client.get("/models")).status_code == 200

@@ -47,8 +47,8 @@ from tests.server.http.client import (
 )
 from tests.server.http.test_template import ENDLESS
 from tests.server.wire import TIMEOUT_SECONDS, held
+from tests.tiny import tiny_engine
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
-from tests.tiny_native import served_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -60,7 +60,7 @@ FOREVER: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 30_000, "lo
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with served_engine(strategy=ENDLESS_SESSIONS) as engine:
+    with tiny_engine(strategy=ENDLESS_SESSIONS) as engine:
         yield engine
 
 
@@ -242,7 +242,7 @@ async def test_streams_left_at_any_moment_leave_nothing(engine: Engine, client: 
 
 
 async def test_where_too_many_ask_some_get_429_with_a_time_and_the_rest_is_answered(chat: ChatText) -> None:
-    with served_engine(max_running=1, max_queued=1) as engine:
+    with tiny_engine(max_running=1, max_queued=1) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
             with held(engine) as let_go:
                 reserved_bytes = engine.info().kv_reserved_bytes
@@ -267,7 +267,7 @@ async def test_where_too_many_ask_some_get_429_with_a_time_and_the_rest_is_answe
 
 
 async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
-    with served_engine(max_sessions=1) as engine:
+    with tiny_engine(max_sessions=1) as engine:
         async with serving_http(engine, chat) as handle, openai_client(handle) as client:
             with held(engine), pytest.raises(openai.RateLimitError) as refused:
                 await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2)
@@ -277,7 +277,7 @@ async def test_no_room_for_a_session_is_429_with_a_time(chat: ChatText) -> None:
 async def test_an_owner_that_holds_every_place_keeps_no_other_owner_out(chat: ChatText, tmp_path: Path) -> None:
     keys = [letter * 32 for letter in "ab"]
     (tmp_path / "keys").write_text("\n".join(keys), encoding="utf-8")
-    with served_engine(max_running=1, max_queued=1) as engine:
+    with tiny_engine(max_running=1, max_queued=1) as engine:
         async with (
             serving_http(engine, chat, api_key_file=str(tmp_path / "keys")) as handle,
             http_client(handle) as client,
@@ -304,7 +304,7 @@ async def test_whatever_goes_wrong_every_place_is_free_again(chat: ChatText, mon
 
         return call
 
-    with served_engine(max_running=1, max_queued=places - 1) as engine:
+    with tiny_engine(max_running=1, max_queued=places - 1) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
             bodies: list[Any] = [asking(), asking(stream=True), asking(top_k=1), asking(model="other"), {"messages": 1}]
 
@@ -418,7 +418,7 @@ async def test_a_client_that_does_not_read_loses_its_connection(
 
 
 async def test_while_the_server_drains_answers_go_on_and_new_ones_are_refused(chat: ChatText) -> None:
-    with served_engine(strategy=ENDLESS_SESSIONS) as engine:
+    with tiny_engine(strategy=ENDLESS_SESSIONS) as engine:
         async with (
             serving_http(engine, chat, drain_seconds=60.0) as handle,
             openai_client(handle) as client,

@@ -27,8 +27,8 @@ from tests.server.http.client import (
     openai_client,
     serving_http,
 )
+from tests.tiny import tiny_engine
 from tests.tiny_folder import tiny_tokenizer
-from tests.tiny_native import served_engine
 
 pytestmark = pytest.mark.hostile
 
@@ -198,7 +198,7 @@ async def test_the_openai_client_raises_its_own_kinds(server: ServerHandle) -> N
 
 
 async def test_an_answer_that_never_fits_is_refused_for_good(chat: ChatText) -> None:
-    with served_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=100) as engine:
+    with tiny_engine(growth="guaranteed", kv_bytes=100_000, default_limit_tokens=100) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
             answer = await client.post(COMPLETIONS, json=asking(max_tokens=None))
             error = error_of(answer)
@@ -217,7 +217,7 @@ async def test_messages_that_pass_a_cap_on_histories_are_refused_by_its_name(
     chat: ChatText, setting: str, status: int, code: str
 ) -> None:
     settings: dict[str, Any] = {setting: 60}
-    with served_engine(**settings) as engine:
+    with tiny_engine(**settings) as engine:
         async with serving_http(engine, chat) as handle, http_client(handle) as client:
             long = [{"role": "user", "content": "long " * 40}]
             answer = await client.post(COMPLETIONS, json=asking(messages=long))
