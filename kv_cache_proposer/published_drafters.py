@@ -23,6 +23,7 @@ from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.drafter_errors import DrafterError
 from kv_cache_proposer.eagle3 import eagle3_fields as eagle3
 from kv_cache_proposer.eagle3.eagle3_network import Eagle3Network
+from kv_cache_proposer.published_fields import names_in
 
 # Published drafters were trained with whole contexts; earlier positions improve a draft little.
 CONTEXT_WINDOW = 2048
@@ -32,7 +33,7 @@ DrafterNetwork = DFlashNetwork | Eagle3Network
 def is_published_drafter(folder: Path) -> bool:
     """By its configuration: nothing of this kind is served as a model."""
     content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    return dflash.ARCHITECTURE in (content.get("architectures") or ()) or eagle3.is_eagle3(content)
+    return dflash.ARCHITECTURE in names_in(content) or eagle3.is_eagle3(content)
 
 
 def check_published(folder: Path, *, has_weights: bool) -> None:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 Only = Mapping[str, tuple[Any, ...]]  # values that can be run, the first for a configuration without the field
 
+# What goes wrong in reading a configuration that is none.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 REMEDY = "use another drafter, or --drafter auto"
 # Of all formats.
 _ONLY: Only = {
@@ -49,9 +51,23 @@ def check_fields(own: Mapping[str, Any], path: Path, *, only: Only, honoured: st
         logger.warning("%s: fields that are not known: %s", path, in_a_line(unknown))
 
 
+def names_in(content: Mapping[str, Any]) -> list[Any]:
+    """Its architectures; [] if it says none."""
+    names = content.get("architectures")
+    return names if isinstance(names, list) else []
+
+
+def section(content: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    """A part of it; empty if it is absent. Raises DrafterError for what is no part."""
+    found = content.get(name)
+    if not isinstance(found, dict | None):
+        raise DrafterError(f"{path}: {name} is {found!r}, not an object")
+    return found or {}
+
+
 def rope_base(own: Mapping[str, Any], path: Path, default: float | None = None) -> float:
     """Raises DrafterError for a scaled rotation, KeyError without a base and a default."""
-    rope: Mapping[str, Any] = own.get("rope_parameters") or own.get("rope_scaling") or {}
+    rope = section(own, "rope_parameters", path) or section(own, "rope_scaling", path)
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         raise DrafterError(f"{path}: rope_type is {kind!r}, only 'default' can be run; {REMEDY}")
     found = rope.get("rope_theta") or own.get("rope_theta") or default

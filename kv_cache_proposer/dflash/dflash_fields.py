@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inference_engine.models.folder import MAX_LAYERS
 from kv_cache_proposer.dflash.drafter_config import DFlashConfig
 from kv_cache_proposer.drafter_errors import DrafterError
-from kv_cache_proposer.published_fields import REMEDY, Only, check_fields, rope_base
+from kv_cache_proposer.published_fields import MALFORMED, REMEDY, Only, check_fields, rope_base, section
 
 ARCHITECTURE = "DFlashDraftModel"
 # From `conv_kernel_size` on they are those of DFlash 2 and of other descendants, whose weights or masks differ.
@@ -50,6 +51,8 @@ def _reaches(own: Mapping[str, Any], path: Path) -> tuple[tuple[int, ...], tuple
     type is sliding; `causal` is what other trainers call it.
     """
     count = own["num_hidden_layers"]
+    if not isinstance(count, int) or not 0 < count <= MAX_LAYERS:
+        raise DrafterError(f"{path}: num_hidden_layers is {count!r}, not a number of layers up to {MAX_LAYERS}")
     window = own.get("sliding_window", 4096) if own.get("use_sliding_window") else None
     kinds = own.get("layer_types")
     if kinds is None:
@@ -74,7 +77,7 @@ def read_config(
     content: Mapping[str, Any], path: Path, *, context_window: int, target_layers: int | None
 ) -> DFlashConfig:
     """target_layers: of the target; None: it is not known yet. Raises DrafterError for what cannot be run."""
-    own: Mapping[str, Any] = {**content, **(content.get("dflash_config") or {})}
+    own: Mapping[str, Any] = {**content, **section(content, "dflash_config", path)}
     check_fields(own, path, only=_ONLY, honoured=_HONOURED, no_effect=_NO_EFFECT)
     scale, made_for = own.get("input_embedding_scale"), own.get("num_target_layers")
     if made_for is not None and target_layers is not None and made_for != target_layers:
@@ -99,5 +102,5 @@ def read_config(
             windows=windows,
             causal=causal,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise DrafterError(f"{path}: not a DFlash drafter's: {type(error).__name__}: {error}") from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kv_cache_proposer.drafter_errors import DrafterError
+
+MOST = 2**24  # of any size: what a damaged configuration holds is no reason to make tensors of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +45,7 @@ class DFlashConfig:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "tap_layers":
-                is_right = bool(value) and list(value) == sorted(set(value)) and value[0] >= 0
+                is_right = are_layers(value)
             elif spec.name in ("windows", "causal"):
                 # Narrower than a block, a window would hide places of the block from one another.
                 is_right = len(value) in (0, self.layers) and all(
@@ -50,11 +53,11 @@ class DFlashConfig:
                     for one in value
                 )
             elif spec.name in ("mask_token_id", "chain"):
-                is_right = isinstance(value, int) and value >= 0
+                is_right = type(value) is int and value >= 0
             elif spec.name in ("rope_theta", "norm_eps", "embedding_scale"):
-                is_right = isinstance(value, (int, float)) and value > 0
+                is_right = isinstance(value, (int, float)) and 0 < value < math.inf
             else:
-                is_right = isinstance(value, int) and value > 0
+                is_right = type(value) is int and 0 < value <= MOST
             if not is_right:
                 raise DrafterError(f"a drafter's {spec.name} cannot be {value!r}")
         if self.block_size < 2:
@@ -81,6 +84,12 @@ class DFlashConfig:
             return DFlashConfig(**{**content, **lists})
         except (KeyError, TypeError) as error:
             raise DrafterError(f"not a drafter's configuration: {type(error).__name__}: {error}") from error
+
+
+def are_layers(value: tuple[object, ...]) -> bool:
+    """Are these numbers of layers, ascending?"""
+    numbers = [one for one in value if type(one) is int and one >= 0]
+    return bool(numbers) and list(value) == sorted(set(numbers))
 
 
 def spread_layers(count: int, target_layers: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kv_cache_proposer.drafter_errors import DrafterError
 from kv_cache_proposer.eagle3.eagle3_network import Eagle3Config
-from kv_cache_proposer.published_fields import REMEDY, Only, check_fields, rope_base
+from kv_cache_proposer.published_fields import MALFORMED, REMEDY, Only, check_fields, names_in, rope_base, section
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
 # SafeAILab's own are called as any Llama is, and have a vocabulary of their own.
@@ -63,7 +63,7 @@ _NO_EFFECT = (
 
 def is_eagle3(content: Mapping[str, Any]) -> bool:
     """Is it such a drafter's, or in the second format, which others have, too?"""
-    names = content.get("architectures") or []
+    names = names_in(content)
     return (
         "speculators_model_type" in content
         or any(name in ARCHITECTURES for name in names)
@@ -75,8 +75,8 @@ def read_config(
     content: Mapping[str, Any], path: Path, *, context_window: int, target_layers: int | None, has_embedding: bool
 ) -> Eagle3Config:
     """target_layers: of the target; None: it is not known yet. Raises DrafterError for what cannot be run."""
-    layer, made = content.get("transformer_layer_config") or {}, content.get("speculators_config") or {}
-    nested = content.get("eagle_config") or {}
+    layer, made = section(content, "transformer_layer_config", path), section(content, "speculators_config", path)
+    nested = section(content, "eagle_config", path)
     # In the second format these two are of the layer alone, and of a model that the layer is not in.
     kind, is_tied = layer.get("model_type", content.get("model_type")), content.get("tie_word_embeddings", False)
     own: Mapping[str, Any] = {**layer, **nested, **made, **content, "model_type": kind, "tie_word_embeddings": is_tied}
@@ -103,7 +103,7 @@ def read_config(
             norms_residual=own.get("norm_before_residual") or False,
             norms_output=own.get("norm_output") or False,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         raise DrafterError(f"{path}: not an EAGLE-3 drafter's: {type(error).__name__}: {error}") from error
 
 

@@ -19,11 +19,13 @@ SGLang; `models/eagle3/` of vllm-project/speculators, whose are the three ways t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor, nn
 
+from kv_cache_proposer.dflash.drafter_config import MOST, are_layers
 from kv_cache_proposer.dflash.network import Angles, DrafterAttention, Entries, Mlp, PlainRotation, RMSNorm
 from kv_cache_proposer.drafter_errors import DrafterError
 
@@ -62,13 +64,13 @@ class Eagle3Config:
         for spec in fields(self):
             value = getattr(self, spec.name)
             if spec.name == "tap_layers":
-                is_right = bool(value) and list(value) == sorted(set(value)) and value[0] >= 0
+                is_right = are_layers(value)
             elif isinstance(spec.default, bool):
                 is_right = isinstance(value, bool)
             elif spec.name in ("rope_theta", "norm_eps"):
-                is_right = isinstance(value, (int, float)) and value > 0
+                is_right = isinstance(value, (int, float)) and 0 < value < math.inf
             else:
-                is_right = isinstance(value, int) and value > 0
+                is_right = type(value) is int and 0 < value <= MOST
             if not is_right:
                 raise DrafterError(f"an EAGLE-3 drafter's {spec.name} cannot be {value!r}")
         if self.query_heads % self.kv_heads or self.head_dim % 2:

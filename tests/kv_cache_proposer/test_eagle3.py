@@ -6,7 +6,9 @@ The checkpoints are made, of the names that published ones have; what they compu
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -309,6 +311,32 @@ def test_what_cannot_be_run_is_refused_by_name(changes: dict[str, Any], message:
         load_published(folder, target_layers=3)
 
 
+ODD: list[object] = [None, True, -1, 0, 1.5, 10**30, "x", [], ["x"], [None, -1], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("kind", [FLAT, NESTED, "DFlash"])
+def test_whatever_a_field_holds_a_folder_is_taken_or_refused(kind: str, tmp_path: Path) -> None:
+    folder = made(tmp_path / "drafter", FLAT if kind == "DFlash" else kind)
+    path = folder / "config.json"
+    whole = json.loads(path.read_text()) if kind != "DFlash" else deepcopy(DFLASH_8B)
+    places = [(whole, name) for name in whole]
+    places += [(inner, name) for inner in whole.values() if isinstance(inner, dict) for name in inner]
+    outcomes = Counter[bool]()
+    for content, name in places:
+        before = content[name]
+        for odd in ODD:
+            content[name] = odd
+            path.write_text(json.dumps(whole))
+            try:
+                is_published_drafter(folder)
+                check_published(folder, has_weights=False)
+                outcomes[True] += 1
+            except DrafterError:
+                outcomes[False] += 1
+        content[name] = before
+    assert min(outcomes[True], outcomes[False]) > 50
+
+
 def without(*names: str) -> Callable[[Weights], object]:
     return lambda weights: [weights.pop(name) for name in names]
 
@@ -376,6 +404,16 @@ _LAYER = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, 
 QWEN3_4B = {**_LAYER, "hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151936, "rms_norm_eps": 1e-6}
 QWEN3_8B = {**_LAYER, "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936, "rms_norm_eps": 1e-6}
 LLAMA_8B = {**_LAYER, "hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5}
+# z-lab/Qwen3-8B-DFlash-b16
+DFLASH_8B: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"], **QWEN3_8B, "num_hidden_layers": 5, "model_type": "qwen3",
+    "block_size": 16, "num_target_layers": 36, "rope_theta": 1e6, "rope_scaling": None, "attention_bias": False,
+    "attention_dropout": 0.0, "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "dtype": "bfloat16",
+    "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "use_cache": True,
+    "bos_token_id": 151643, "eos_token_id": 151645, "initializer_range": 0.02, "max_position_embeddings": 40960,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "transformers_version": "4.57.3",
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
 EAGLE = {"num_hidden_layers": 1, "model_type": "llama", "draft_vocab_size": 32000}
 
 
@@ -422,17 +460,7 @@ def test_eagle3_checkpoints_have_these_names_and_shapes(
 
 
 def test_dflash_checkpoints_have_these_names_and_shapes(caplog: pytest.LogCaptureFixture) -> None:
-    """Of z-lab/Qwen3-8B-DFlash-b16, as its configuration has them."""
-    content = {
-        "architectures": ["DFlashDraftModel"], **QWEN3_8B, "num_hidden_layers": 5, "model_type": "qwen3",
-        "block_size": 16, "num_target_layers": 36, "rope_theta": 1e6, "rope_scaling": None, "attention_bias": False,
-        "attention_dropout": 0.0, "layer_types": ["full_attention"] * 5, "max_window_layers": 5, "dtype": "bfloat16",
-        "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "use_cache": True,
-        "bos_token_id": 151643, "eos_token_id": 151645, "initializer_range": 0.02, "max_position_embeddings": 40960,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "transformers_version": "4.57.3",
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    }  # fmt: skip
-    config = dflash.read_config(content, Path("config.json"), context_window=2048, target_layers=36)
+    config = dflash.read_config(DFLASH_8B, Path("config.json"), context_window=2048, target_layers=36)
     with torch.device("meta"):
         found = {name: tuple(one.shape) for name, one in DFlashNetwork(config).state_dict().items()}
     shapes: dict[str, tuple[int, ...]] = {
@@ -447,7 +475,7 @@ def test_dflash_checkpoints_have_these_names_and_shapes(caplog: pytest.LogCaptur
     }  # fmt: skip
     assert not caplog.records
     with pytest.raises(DrafterError, match="num_target_layers is 36, this model has 32"):
-        dflash.read_config(content, Path("config.json"), context_window=2048, target_layers=32)
+        dflash.read_config(DFLASH_8B, Path("config.json"), context_window=2048, target_layers=32)
 
 
 @pytest.mark.parametrize("kind", [FLAT, NESTED])
