@@ -298,6 +298,20 @@ BUGS = (
         (OWNERSHIP,),
     ),
     Bug(
+        "a claim that the database lost is relied on",
+        "inference_engine/session/postgres_journal.py",
+        "        self._is_claim_certain = False\n",
+        "",
+        (OWNERSHIP,),
+    ),
+    Bug(
+        "a server whose lock may be free is sure of its place",
+        "inference_engine/session/postgres_lease.py",
+        "                self._sure_until = at = 0.0  #",
+        "                at = 0.0  #",
+        (OWNERSHIP,),
+    ),
+    Bug(
         "a session that is closed where it is keeps its rows",
         "inference_engine/engine/calls.py",
         "            self._journal.close(session_id)\n            self._store.has_closed",

@@ -126,6 +126,8 @@ class PostgresJournal(KeptJournal):
         self._proof_lock = threading.Lock()
         self._number = 0  # of the last commit
         self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
+        self._claimed: dict[str, Receipt] = {}  # by session: of the first commit after it was claimed
+        self._is_claim_certain = True  # of all that are claimed: the connection is the one that it was
         self._files_to_remove: list[str] = []
         self._used_elsewhere: dict[str, TokenUsage] = {}
         self._asked_of: set[str] = set()  # owners whose limits were asked for since others were counted last
@@ -207,7 +209,11 @@ class PostgresJournal(KeptJournal):
     def _claim(self, session_id: str, owner: str) -> int:
         term, epoch = self._term, self._lease.epoch
         with self._connection() as db:
-            ((state,),) = db.execute("select claim(?, ?, ?, ?)", (session_id, owner, self._replica, epoch))
+            # It is on the disk with the commit that its first answer waits for: see `_await_claim`.
+            ((state, _),) = db.execute(
+                "select claim(?, ?, ?, ?), set_config('synchronous_commit', 'off', true)",
+                (session_id, owner, self._replica, epoch),
+            )
         if state == "elsewhere":
             raise SessionElsewhere
         return term
@@ -215,6 +221,7 @@ class PostgresJournal(KeptJournal):
     def load(self, session_id: str, owner: str) -> SessionKept | None:
         with self._let_go_unread(session_id):
             kept = super().load(session_id, owner)
+        self._await_claim(session_id)
         if kept is not None and self._has_copies:
             with suppress(HistoryCorrupt, JournalAway), self._reading() as reader:  # without it, it is prefilled
                 self._on_copy_found(session_id, reader.copy_of(session_id))
@@ -222,7 +229,34 @@ class PostgresJournal(KeptJournal):
 
     def claim(self, session_id: str, owner: str) -> SessionEntry | None:
         with self._let_go_unread(session_id):
-            return super().claim(session_id, owner)
+            entry = super().claim(session_id, owner)
+        self._await_claim(session_id)
+        return entry
+
+    def _await_claim(self, session_id: str) -> None:
+        """Answers about the session wait for a commit, which is behind its claim in the database's log.
+
+        If the database ends before, it may not know of the claim: who reconnects looks.
+        """
+        with self._kept_lock:
+            if (known := self._open.get(session_id)) is None:
+                return
+            known.saved.receipt = self._claimed[session_id] = unit = Unit(changes=[(_nothing, ())])
+        self._writer.record(unit)
+
+    def _check_claims(self) -> None:
+        """Are the sessions still this server's that no commit has followed yet? Raises Lost."""
+        with self._kept_lock:
+            self._claimed = {name: receipt for name, receipt in self._claimed.items() if not receipt.is_safe}
+            names = list(self._claimed)
+        if names and not self._is_claim_certain:
+            ((count,),) = self._db.execute(
+                "select count(*) from sessions where id = any(?) and replica = ? and epoch = ?",
+                (names, self._replica, self._tables.epoch),
+            )
+            if count < len(names):
+                raise Lost("the database has ended, and does not know of its last hand-overs")
+        self._is_claim_certain = True
 
     @contextmanager
     def _let_go_unread(self, session_id: str) -> Iterator[None]:
@@ -243,6 +277,7 @@ class PostgresJournal(KeptJournal):
                 self._term += 1
                 self._open.clear()
                 self._gone.clear()
+                self._claimed.clear()
             self._resident.lose()
         while not self._is_stopped:
             try:
@@ -358,6 +393,7 @@ class PostgresJournal(KeptJournal):
                 return self._gone_files()
             number, has_begun = self._number + 1, True
             self._db.begin(self._replica, self._tables.epoch, number)
+            self._check_claims()
             for apply, arguments in changes:
                 apply(*arguments)
             self._db.send_all(self._tables.tail.taken())
@@ -411,6 +447,7 @@ class PostgresJournal(KeptJournal):
 
     def _reconnect(self) -> None:
         self._db = connect(self._dsn, self.durability, self._replica)
+        self._is_claim_certain = False
         self._tables.reconnected(self._db)
         self._db.commits_for(self._replica, self._tables.epoch)
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 
 import psycopg
+from psycopg import errors as pg
 
 from inference_engine.errors import ConfigError
 from inference_engine.session.postgres_database import PostgresConnection, connect, place_of
@@ -115,7 +116,12 @@ class Lease:
                     at = time.monotonic() + self._seconds / _RENEWALS
                 for session_id in self._db.notified(min(_RETRY_SECONDS, self._seconds / _RENEWALS)):
                     self._on_asked(session_id)
+            except (
+                pg.LockNotAvailable
+            ):  # a commit of this server's takes long, and has the row: none can raise the epoch
+                logger.warning("the lease is not renewed yet: a commit of this server's takes long")
             except psycopg.Error as error:
+                self._sure_until = at = 0.0  # its lock is free, and with it its sessions
                 logger.warning("the connection that keeps the lease is lost: %s", str(error).strip())
                 self._is_stopping.wait(_RETRY_SECONDS)
                 self._reconnect()

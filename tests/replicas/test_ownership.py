@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import grpc
+import numpy as np
+import psycopg
 import pytest
 
 import kakeya
@@ -18,16 +20,18 @@ from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, JournalAway, QuotaExceeded, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
 from inference_engine.session.postgres_journal import PostgresJournal
-from inference_engine.types import Durability, GenerateParams, TokenCommitted
+from inference_engine.types import Durability, GenerateParams, Mark, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
 from tests.kept import WEIGHTS, Database, saved
 from tests.load.scripted import scripted_engine
 from tests.server.wire import HISTORY, Details, connected, read_rest, refused, serving, until
+from tests.session.talks import OWNER, record_of
 
 ELSEWHERE = "UNAVAILABLE SESSION_ELSEWHERE"
 # A server that was taken for dead loses the connection by which it commits, too.
 PASSING = (ELSEWHERE, "UNAVAILABLE JOURNAL_AWAY")
 PROMPT = list(range(3, 43))
+ONE = np.ones(1, dtype=np.uint32)
 
 
 @contextmanager
@@ -36,16 +40,36 @@ def replica(
 ) -> Iterator[tuple[Engine, Any]]:
     """A server's engine, and its journal. It is stopped in order at the end."""
     metrics = EngineMetrics()
-    journal = PostgresJournal(
-        database.dsn,
-        Durability.PROCESS,
-        weights=WEIGHTS,
-        metrics=metrics,
-        replica=name,
-        lease_seconds=lease_seconds,
-    )
+    journal = made_journal(database.dsn, name, metrics, lease_seconds)
     with scripted_engine(journal=journal, metrics=metrics, state_dir=name, **settings) as engine:
         yield engine, journal
+
+
+@contextmanager
+def journal_of(
+    database: Database, name: str, *, dsn: str = "", lease_seconds: float = 5.0
+) -> Iterator[tuple[Any, EngineMetrics]]:
+    """Without a server."""
+    metrics = EngineMetrics()
+    journal = made_journal(dsn or database.dsn, name, metrics, lease_seconds)
+    try:
+        yield journal, metrics
+    finally:
+        journal.stop()
+
+
+def made_journal(dsn: str, name: str, metrics: EngineMetrics, lease_seconds: float) -> PostgresJournal:
+    return PostgresJournal(
+        dsn, Durability.PROCESS, weights=WEIGHTS, metrics=metrics, replica=name, lease_seconds=lease_seconds
+    )
+
+
+def eventually(is_so: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if is_so():
+            return
+        time.sleep(0.01)
+    raise AssertionError
 
 
 def brought(engine: Engine, session_id: str) -> None:
@@ -172,6 +196,59 @@ async def test_an_idle_server_that_was_taken_for_dead_says_what_is_true_now(data
             read = await client.call("ReadHistory", pb.ReadHistoryRequest(session_id=sessions[2]))
             assert list(read.token_ids) == [*HISTORY, 1, 2, 3]
             assert one.metrics.journal_lost._value.get() == 1
+
+
+def test_a_server_whose_place_may_be_taken_at_once_is_not_sure_of_it(database: Database) -> None:
+    """The connection that has its lock is lost, long before its lease is over."""
+    with replica(database, "one", lease_seconds=60) as (one, journal), replica(database, "two") as (two, _):
+        session = one.create_session().session_id
+        one.append(session, PROMPT)
+        saved(one)
+        assert journal.proof().is_safe
+        database.say(
+            "select pg_terminate_backend(l.pid) from pg_locks l join pg_stat_activity a using (pid) "
+            "where l.locktype = 'advisory' and a.application_name = 'kakeya one'"
+        )
+        brought(two, session)
+        eventually(lambda: not journal.proof().is_safe)
+        eventually(lambda: not journal.has(session))
+
+
+def test_a_commit_that_takes_long_does_not_cost_the_place(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the row that the lease is renewed in, for longer than a lock is waited for."""
+    with journal_of(database, "one", lease_seconds=1.0, dsn=f"{database.dsn} tcp_user_timeout=200"):
+        holders = "select pid from pg_locks where locktype = 'advisory' and database is not null"
+        before = database.say(holders)
+        with psycopg.connect(database.dsn) as slow:
+            slow.execute("select from kakeya.replicas for update")
+            eventually(lambda: "the lease is not renewed yet" in caplog.text)
+        assert before and database.say(holders) == before
+
+
+def test_a_claim_that_the_database_lost_is_not_relied_on(database: Database) -> None:
+    """The log with it was not on the disk yet when the database ended; a commit's is."""
+    with journal_of(database, "two") as (two, _), journal_of(database, "one") as (one, metrics):
+        one.open(record_of(0))
+        one.append("session-0", 0, ONE, Mark.APPENDED)
+        one.leave("session-0")
+        assert one._writer.flush(20)
+        assert one.load("session-0", OWNER) is not None
+        assert not one.receipt("session-0").is_safe, "an answer would not wait for it"
+        assert one._writer.flush(20) and one.receipt("session-0").is_safe
+        one.leave("session-0")
+        assert one._writer.flush(20)
+        with one._db_lock:
+            assert one.load("session-0", OWNER) is not None
+            database.say("update kakeya.sessions set replica = null, epoch = null")
+            assert two.load("session-0", OWNER) is not None
+            database.server.cut(database.dsn)
+        two.append("session-0", 1, ONE, Mark.APPENDED)
+        one.append("session-0", 1, ONE, Mark.APPENDED)
+        receipt = one.receipt("session-0")
+        assert not one._writer.flush(20, receipt) and receipt.is_lost and not one.failure
+        assert two._writer.flush(20)
+        assert two.look("session-0", OWNER)[0].history_length == 2
+        assert metrics.journal_lost._value.get() == 1
 
 
 async def test_a_create_that_two_servers_are_sent_makes_one_session(database: Database) -> None:
