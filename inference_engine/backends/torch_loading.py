@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.base import Admitted, use_threads
@@ -16,12 +17,14 @@ from inference_engine.backends.op_list_executor import OpListExecutor
 from inference_engine.backends.packed_linear import can_pack, pack_linears
 from inference_engine.backends.ranks.group import RankGroup
 from inference_engine.backends.ranks.leader import ALONE, Followers
+from inference_engine.backends.ranks.parts import OF_COLUMNS
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.twin import Twin, TwinSizes, checked
 from inference_engine.config import ModelConfig
 from inference_engine.errors import BackendError
 from inference_engine.kernels.ops import DeviceOps, open_ops
 from inference_engine.kernels.prefill_attention import LongAttention, open_long_chunks
+from inference_engine.kernels.quantised import GROUP, largest_of
 from inference_engine.kv.geometry import LayerTraits
 from inference_engine.models import LoadedModel, load_model
 from inference_engine.models.families import check_family
@@ -91,7 +94,7 @@ def serve_loaded(
     if config.kernels != "plain" and torch.device(loaded.device).type == "cuda":
         fuse_norms(loaded.model)
     if config.weights in MADE:
-        _quantise(loaded, config.weights)
+        _quantise(loaded, config.weights, followers.group)
     device, seam = torch.device(loaded.device), Seam(loaded.model, admitted.traits)
     is_even = all(layer.entry.is_even for layer in seam.layers)
     is_latent = all(layer.entry.value_in_key and not layer.is_indexed for layer in seam.layers)
@@ -151,14 +154,28 @@ def _long_reads(long: LongAttention, seam: Seam, ranks: int) -> int | None:
     return work // max(layer.query_heads * layer.head_dim for layer in seam.layers)
 
 
-def _quantise(loaded: LoadedModel, format_name: str) -> None:
-    """Raises BackendError for weights that are quantised already."""
+def _quantise(loaded: LoadedModel, format_name: str, group: RankGroup) -> None:
+    """To the numbers that one process makes of the whole matrices.
+
+    Raises BackendError for weights that are quantised already, and for groups of inputs that ranks have a part of each.
+    """
     if stored := formats_of(loaded.model):
         raise BackendError(
             f"weights={format_name}: the weights of {loaded.model_id} are stored as {stored} already; start with "
             "weights=auto"
         )
-    count = quantise_linears(loaded.model, format_name, head=loaded.model.get_output_embeddings())
+
+    def largest(name: str, weight: Tensor) -> Tensor | None:
+        if group.ranks == 1 or name not in OF_COLUMNS:
+            return None
+        if format_name == "int4" and weight.shape[1] % GROUP:
+            raise BackendError(
+                f"weights=int4: each of {group.ranks} ranks has {weight.shape[1]} inputs of {name}, and {GROUP} share "
+                "a scale: start with weights=fp8, or with fewer ranks"
+            )
+        return group.gather(largest_of(weight)[None]).view(group.ranks, -1).amax(dim=0)
+
+    count = quantise_linears(loaded.model, format_name, head=loaded.model.get_output_embeddings(), largest=largest)
     logger.debug("%d matrices were quantised to %s", count, format_name)
 
 

@@ -136,16 +136,24 @@ def pack_codes(codes: Tensor, group: int) -> Tensor:
     return (low | (high << 4)).reshape(outputs, -1).contiguous()
 
 
-def quantise(matrix: Tensor, format_name: str) -> QuantisedMatrix:
+def largest_of(matrix: Tensor) -> Tensor:
+    """The largest magnitude of each output: float32 [O]."""
+    return matrix.float().abs().amax(dim=1)
+
+
+def quantise(matrix: Tensor, format_name: str, largest: Tensor | None = None) -> QuantisedMatrix:
     """A matrix [O, K] of floating-point numbers in `fp8` by channel, or in `int4` in groups of 128.
 
     fp8: the largest number of an output becomes 448, and numbers are rounded to the nearest. int4: the least and the
     largest number of a group become the ends of the codes; zero is a code.
+
+    largest: float32 [O], of `fp8`, of a matrix of which this is some columns; None: this one's.
     """
     outputs, inputs = matrix.shape
     wide = matrix.float()
     if format_name == "fp8":
-        scales = (wide.abs().amax(dim=1, keepdim=True) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
+        of_output = largest_of(matrix) if largest is None else largest
+        scales = (of_output[:, None] / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
         codes = (wide / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
         return QuantisedMatrix(codes=codes, scales=scales, zeros=None, inputs=inputs, group=inputs)
     assert format_name == "int4", format_name

@@ -7,6 +7,8 @@ in memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,8 +54,16 @@ class QuantisedLinear(nn.Module):
 
 
 @torch.no_grad()
-def quantise_linears(model: nn.Module, format_name: str, *, head: nn.Module | None) -> int:
+def quantise_linears(
+    model: nn.Module,
+    format_name: str,
+    *,
+    head: nn.Module | None,
+    largest: Callable[[str, Tensor], Tensor | None] = lambda *_: None,
+) -> int:
     """Quantise the matrix of every nn.Linear of `model` but its head; returns how many there were.
+
+    largest: as `quantise` has it, of a matrix by its module's name.
 
     The head stays as it is: it is a twentieth of a large model, and an error of it is an error of the logits.
     """
@@ -61,7 +71,8 @@ def quantise_linears(model: nn.Module, format_name: str, *, head: nn.Module | No
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child is not head:
-                matrix = quantise(child.weight.detach(), format_name)
+                weight = child.weight.detach()
+                matrix = quantise(weight, format_name, largest(name, weight))
                 setattr(parent, name, QuantisedLinear(matrix, child.bias, child.weight.dtype))
                 count += 1
     return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -76,8 +76,9 @@ class InThread(Leader):
     def failure(self) -> str:
         return self._failed if self.error is None else str(self.error)
 
-    def follow(self, rank: Rank) -> None:
+    def follow(self, open_rank: Callable[[], Rank]) -> None:
         try:
+            rank = open_rank()
             while (message := self.queue.get()) is not None:
                 with torch.inference_mode():
                     rank.follow(*message)
@@ -86,20 +87,28 @@ class InThread(Leader):
 
 
 @contextmanager
-def two_ranks(folder: Path, cache: Path) -> Iterator[TorchForward]:
+def two_ranks(folder: Path, cache: Path, **settings: Any) -> Iterator[TorchForward]:
     """The first rank of a model in a folder; `followers` is an InThread."""
     config = ModelConfig(
-        model=str(folder), cache_dir=str(cache), device="cpu", backend="torch", threads=1, tensor_parallel=RANKS
+        model=str(folder),
+        cache_dir=str(cache),
+        device="cpu",
+        backend="torch",
+        threads=1,
+        tensor_parallel=RANKS,
+        **settings,
     )
     admitted, meeting = admit(config), _Meeting()
     followers, second = InThread(ThreadGroup(0, meeting)), Followers()
     second.group = ThreadGroup(1, meeting)
-    forward = serve_rank(load_rank(config, 0), config, admitted, followers)
-    rank = Rank(serve_rank(load_rank(config, 1), config, admitted, second))
-    thread = threading.Thread(target=followers.follow, args=(rank,), daemon=True)
+
+    def follow() -> None:
+        followers.follow(lambda: Rank(serve_rank(load_rank(config, 1), config, admitted, second)))
+
+    thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield forward
+        yield serve_rank(load_rank(config, 0), config, admitted, followers)
     finally:
         followers.queue.put(None)
         thread.join(_SECONDS)

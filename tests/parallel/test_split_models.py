@@ -19,13 +19,16 @@ from inference_engine.backends.base import Forward
 from inference_engine.backends.ranks.causal_plan import CausalPlan
 from inference_engine.backends.ranks.loading import STRATEGIES
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.compose import Parts, open_backend
+from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.compose import Parts, admit, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, ConfigError, EngineStalled, InvalidArgument, KakeyaError
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv import plan
 from inference_engine.kv.strategies import parse_strategy, strategy_names
+from inference_engine.models import load_model
+from inference_engine.models.seam import ATTENTION
 from inference_engine.types import GenerateParams, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.backends.test_families import SIZES, write_model
@@ -92,6 +95,38 @@ def test_every_family_with_a_list_gives_the_tokens_of_the_whole_model(
         assert forward.facts.numerics == "listed, 2 ranks"
         with Engine(forward, EngineConfig(**SMALL)) as engine:
             assert turns(engine) == expected
+
+
+def opened_with(folder: Path, cache: Path, weights: str) -> Forward:
+    """The whole model, its weights quantised, as on a GPU."""
+    config = ModelConfig(
+        model=str(folder), cache_dir=str(cache), device="cpu", backend="torch", linear="plain", weights=weights
+    )
+    loaded = load_model(config.model, cache=cache, device="cpu", dtype="float32", attention=ATTENTION)
+    return serve_loaded(loaded, config, admit(config), ops=DeviceOps(attends_together=True))
+
+
+@pytest.mark.parametrize("weights", ["fp8", "int4"])
+def test_weights_are_quantised_to_the_numbers_of_the_whole_model(weights: str, tmp_path: Path) -> None:
+    """An output's inputs are on two ranks, and have one scale in fp8, or one for each group."""
+    write_model(tmp_path / "model", "qwen3", {**SIZES, "head_dim": 64, "intermediate_size": 512})
+    whole = opened_with(tmp_path / "model", tmp_path / "cache", weights)
+    with Engine(whole, EngineConfig(**SMALL)) as engine:
+        expected = turns(engine)
+    with two_ranks(tmp_path / "model", tmp_path / "cache", weights=weights) as forward:
+        assert forward.facts.numerics == f"{whole.facts.numerics}, 2 ranks"
+        with Engine(forward, EngineConfig(**SMALL)) as engine:
+            assert turns(engine) == expected
+
+
+def test_groups_of_inputs_that_ranks_would_have_parts_of_are_refused(folder: Path) -> None:
+    with (
+        pytest.raises(
+            BackendError, match=r"weights=int4: each of 2 ranks has \d+ inputs of .*: start with weights=fp8"
+        ),
+        two_ranks(folder / "model", folder / "cache", weights="int4"),
+    ):
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +219,7 @@ def test_other_strategies_and_codecs_are_refused_by_name(ranks: TorchForward) ->
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"weights": "int4"}, "weights=int4 yet: start with weights=auto"),
+        ({"weights": "int8"}, "weights=int8 yet: start with weights=auto"),
         ({"determinism": "batch-invariant"}, "determinism=batch-invariant yet"),
         ({"drafter": "trained"}, "drafter=trained yet: start with drafter=ngram"),
         ({"backend": "native"}, "backend=native yet"),

@@ -12,7 +12,7 @@ from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.ranks.leader import Followers, Leader
 from inference_engine.backends.ranks.parts import load_part
 from inference_engine.backends.torch_forward import TorchForward
-from inference_engine.backends.torch_loading import serve_loaded
+from inference_engine.backends.torch_loading import MADE, serve_loaded
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import BackendError, ConfigError
 from inference_engine.kernels.ops import open_ops
@@ -67,7 +67,7 @@ def check_model_config(config: ModelConfig) -> None:
     ranks = f"tensor_parallel={config.tensor_parallel}"
     refused = (
         (config.backend == "native", "backend=native", "backend=auto"),
-        (config.weights != "auto", f"weights={config.weights}", "weights=auto"),
+        (config.weights not in ("auto", *MADE), f"weights={config.weights}", "weights=auto"),
         (config.determinism != "off", f"determinism={config.determinism}", "determinism=off"),
         (config.numerics != "auto", f"numerics={config.numerics}", "numerics=auto"),
         (config.kv_dtype not in ("auto", config.dtype), f"kv_dtype={config.kv_dtype}", "kv_dtype=auto"),

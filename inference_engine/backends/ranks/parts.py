@@ -45,8 +45,8 @@ _SHARED = (
     "shared_expert_intermediate_size",
     "vocab_size",
 )
-_OF_COLUMNS = ("o_proj", "down_proj")
-_SPLIT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head", *_OF_COLUMNS)
+OF_COLUMNS = ("o_proj", "down_proj")
+_SPLIT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "lm_head", *OF_COLUMNS)
 _ENCODINGS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -127,7 +127,7 @@ def _made_part(
                 numbers[name] = share.of(_numbers(checkpoint, head, shapes[HEAD]), HEAD, wanted).to(dtype)
             else:
                 found = _parameter(checkpoint, stored, shapes[stored], wanted, share)
-                is_added = stored.endswith(".bias") and stored.split(".")[-2] in _OF_COLUMNS
+                is_added = stored.endswith(".bias") and stored.split(".")[-2] in OF_COLUMNS
                 numbers[name] = torch.zeros_like(found) if is_added and rank else found
                 if each.dtype == torch.get_default_dtype():
                     numbers[name] = numbers[name].to(dtype)
