@@ -100,22 +100,22 @@ class LayerSlots:
             self.open(first, end)
 
     def read_entries(self, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each."""
+        """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each, of all ranks."""
         slots = self.layout.slots(positions)
         own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
-        return self.gather(self.buffer.keys, own), self.gather(self.buffer.values, slots)
+        return self._gather_all(self.buffer.keys, own), self._gather_all(self.buffer.values, slots)
 
     def write_entries(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """Write entries [layers, n, Hkv, D], keys rotated at their own positions, to the slots of `positions`.
 
-        The positions ascend.
+        The positions ascend. The heads are those of all ranks.
         """
         slots = self.layout.slots(positions)
-        self.put(self.buffer.keys, slots, keys)
-        self.put(self.buffer.values, slots, values)
+        self._put_all(self.buffer.keys, slots, keys)
+        self._put_all(self.buffer.values, slots, values)
         self.held[slots] = positions
         sink = positions[positions < self.layout.spare]
-        self.put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
+        self._put_all(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
     def write_unrotated(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """`write_entries` of float32 entries whose keys are not rotated yet, but where the value lies in them."""
@@ -291,6 +291,40 @@ class LayerSlots:
         for place, first, count in _runs(slots):
             for layers, views in self._views(states, first, first + count):
                 views.copy_(fresh[layers, place : place + count].transpose(1, 2))
+
+    def _gather_all(self, states: Tensor, slots: Positions) -> Tensor:
+        """As `gather`, with the heads of all ranks, one rank's behind the other's."""
+        if (mirror := self.context.pool.mirror) is None:
+            return self.gather(states, slots)
+        found = states.new_empty((len(self.layers), len(slots), mirror.ranks, self.kv_heads, states.shape[1]))
+        places, views = self._places(states, slots)
+        for rank, parts in enumerate(mirror.collected(views)):
+            for (layers, some), part in zip(places, parts, strict=True):
+                found[layers, some, rank] = part.transpose(1, 2)
+        return found.flatten(2, 3)
+
+    def _put_all(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
+        """The inverse of `_gather_all`."""
+        if (mirror := self.context.pool.mirror) is None:
+            self.put(states, slots, fresh)
+            return
+        kept = as_kept(fresh, states.dtype)
+        by_rank = kept.reshape(*kept.shape[:2], mirror.ranks, self.kv_heads, kept.shape[-1])
+        self.put(states, slots, by_rank[:, :, 0])
+        places, views = self._places(states, slots)
+        mirror.given(
+            views,
+            [[of_rank[place].transpose(1, 2) for place in places] for of_rank in by_rank.unbind(2)],
+        )
+
+    def _places(self, states: Tensor, slots: Positions) -> tuple[list[tuple[slice, slice]], list[Tensor]]:
+        """Which layers and slots are in each view, [some layers, Hkv, slots, D], and the views."""
+        found = [
+            ((layers, slice(place, place + count)), view)
+            for place, first, count in _runs(slots)
+            for layers, view in self._views(states, first, first + count)
+        ]
+        return [place for place, _ in found], [view for _, view in found]
 
     def _views(self, states: Tensor, first: int, end: int) -> list[tuple[slice, Tensor]]:
         """Views of the slots from `first` to `end`, [some layers, Hkv, slots, D] at a time."""

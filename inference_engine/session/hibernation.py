@@ -251,7 +251,9 @@ class Hibernation:
             saved, geometry = kv.save(), kv.context.geometry
             # A part saves by segments or by layers, a few tensors at a time.
             tensors = 4 * len(saved) * (len(geometry.layers) + kv.length // geometry.segment_tokens + 2)
-            nbytes = session.live_bytes + session.tier_live_bytes + kv.shared_bytes + tensors * TENSOR_BYTES
+            mirror = kv.context.pool.mirror
+            live_bytes = (session.live_bytes + kv.shared_bytes) * (1 if mirror is None else mirror.ranks)
+            nbytes = live_bytes + session.tier_live_bytes + tensors * TENSOR_BYTES
             if not self._pays(nbytes, kv.length):
                 self._metrics.copies_saved.labels("slower").inc()
                 return None

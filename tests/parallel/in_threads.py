@@ -58,6 +58,12 @@ class ThreadGroup:
     def gather(self, numbers: Tensor) -> Tensor:
         return torch.cat(self._all(numbers), dim=-1)
 
+    def collect(self, data: Tensor) -> Sequence[Tensor]:
+        return self._all(data)
+
+    def spread(self, data: Tensor) -> Tensor:
+        return self._all(data)[0]
+
 
 class InThread(Leader):
     """Tells a rank in a thread. sent: the names of all messages."""

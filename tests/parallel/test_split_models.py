@@ -29,11 +29,13 @@ from inference_engine.kv import plan
 from inference_engine.kv.strategies import parse_strategy, strategy_names
 from inference_engine.models import load_model
 from inference_engine.models.seam import ATTENTION
-from inference_engine.types import GenerateParams, Sampling
+from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.backends.test_families import SIZES, write_model
+from tests.facade import save_copies
 from tests.further import further
-from tests.laws.variants import drain, generate, text, tokens
+from tests.kept import after_a_kill, keeping, saved
+from tests.laws.variants import drain, generate, same, text, tokens
 from tests.parallel.in_threads import InThread, ThreadGroup, two_ranks
 from tests.tiny import SMALL, tiny_model
 
@@ -267,10 +269,51 @@ def test_a_step_that_fails_on_the_first_rank_is_the_last(folder: Path, monkeypat
             assert engine.forward_failure
 
 
-def test_copies_of_kv_are_refused_with_ranks(ranks: TorchForward, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "full",
+        "sink_window:sink=4,window=16",
+        *map(further, ("sink_window:sink=0,window=7", "layer_window:window=16,full_layers=2")),
+    ],
+)
+def test_a_copy_in_a_file_has_the_heads_of_all_ranks(strategy: str, ranks: TorchForward, tmp_path: Path) -> None:
+    """Of a session and of its fork, which reads in its memory; after a restart the rest alone is prefilled."""
+
+    def made(*, journal: Any, metrics: Any, **settings: Any) -> Engine:
+        config = EngineConfig(**{**SMALL, "hibernate": "always", **settings})
+        return Engine(ranks, config, journal=journal, metrics=metrics)
+
+    def goes_on(engine: Engine, session: str) -> tuple[list[tuple[int, float | None]], int]:
+        events = drain(engine.generate(session, GenerateParams(max_tokens=12, logprobs=True)))
+        assert isinstance(events[-1], Finished)
+        return tokens(events), events[-1].cached_tokens
+
+    with keeping(tmp_path / "state", make=made) as engine:
+        first = engine.create_session(strategy=parse_strategy(strategy)).session_id
+        engine.append(first, text(60))
+        generate(engine, first, 6)
+        sessions = [first, engine.fork_session(first).session_id]
+        for session in sessions:
+            engine.append(session, text(9, seed=3))
+            generate(engine, session, 6)
+        assert len(save_copies(engine, tmp_path / "state")) == 2
+        for session in sessions:
+            engine.append(session, text(25, seed=8))
+        saved(engine)
+        killed = after_a_kill(tmp_path / "state")
+        expected = [goes_on(engine, session) for session in sessions]
+    with keeping(killed, make=made) as engine:
+        for session, (found, cached) in zip(sessions, expected, strict=True):
+            engine.recall(session)
+            again, cached_again = goes_on(engine, session)
+            assert same(again, found, Mode.BATCHED) and cached_again == cached
+
+
+def test_a_second_tier_is_refused_with_ranks(ranks: TorchForward) -> None:
     parts = Parts(forward=ranks, latent=None, drafter=None, digests=lambda: ("", ""), tensor_parallel=2)
-    with pytest.raises(ConfigError, match="hibernate=never"):
-        parts.engine(EngineConfig(**SMALL, state_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"tier_bytes=.*leave it at 0"):
+        parts.engine(EngineConfig(**{**SMALL, "tier_bytes": 2**20}))
 
 
 def test_the_bound_of_a_session_is_of_each_rank(folder: Path, ranks: TorchForward, monkeypatch: Any) -> None:

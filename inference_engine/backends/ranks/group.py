@@ -10,6 +10,7 @@ Sums have the order of the ranks, so all of them get the same bits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,12 @@ class RankGroup(Protocol):
     def gather(self, numbers: Tensor) -> Tensor:
         """[n, ranks · V] of float32 [n, V] on each."""
 
+    def collect(self, data: Tensor) -> Sequence[Tensor]:
+        """Each rank's bytes: uint8 [n]."""
+
+    def spread(self, data: Tensor) -> Tensor:
+        """The first rank's bytes: uint8 [n], which others may write over."""
+
 
 class Alone:
     """A model in one process. Implements RankGroup."""
@@ -61,6 +68,12 @@ class Alone:
 
     def gather(self, numbers: Tensor) -> Tensor:
         return numbers
+
+    def collect(self, data: Tensor) -> Sequence[Tensor]:
+        return [data]
+
+    def spread(self, data: Tensor) -> Tensor:
+        return data
 
 
 ALONE = Alone()
@@ -82,6 +95,15 @@ class LibraryGroup:
         parts = [torch.empty_like(numbers) for _ in range(self.ranks)]
         dist.all_gather(parts, numbers)
         return torch.cat(parts, dim=-1)
+
+    def collect(self, data: Tensor) -> Sequence[Tensor]:
+        parts = [torch.empty_like(data) for _ in range(self.ranks)]
+        dist.all_gather(parts, data)
+        return parts
+
+    def spread(self, data: Tensor) -> Tensor:
+        dist.broadcast(data, 0)
+        return data
 
 
 class SymmetricGroup(LibraryGroup):
@@ -205,6 +227,17 @@ def gather_peaks(group: RankGroup, own: Peaks, vocabulary: int) -> Peaks:
     found = group.gather(packed).view(rows, group.ranks, 4 * parts)
     all_ids, largest, smallest = torch.split(found, [2 * parts, parts, parts], dim=2)
     return Peaks(all_ids.reshape(rows, -1).view(torch.int64), largest.reshape(rows, -1), smallest.reshape(rows, -1))
+
+
+def bytes_of(views: Sequence[Tensor]) -> Tensor:
+    """What lies in them, one behind the other: uint8 [n]."""
+    return torch.cat([view.reshape(-1) for view in views]).view(torch.uint8)
+
+
+def like_views(data: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `bytes_of`: a tensor as each of the views is."""
+    parts = torch.split(data.view(views[0].dtype), [view.numel() for view in views])
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
 
 
 def leave_group() -> None:

@@ -26,7 +26,15 @@ from torch import Tensor
 
 from inference_engine.backends.base import Admitted
 from inference_engine.backends.ranks.causal_plan import StepShape
-from inference_engine.backends.ranks.group import WAIT_SECONDS, Alone, RankGroup, join_group, leave_group
+from inference_engine.backends.ranks.group import (
+    WAIT_SECONDS,
+    Alone,
+    RankGroup,
+    bytes_of,
+    join_group,
+    leave_group,
+    like_views,
+)
 from inference_engine.backends.ranks.link import Link, Numbers, ring_file
 from inference_engine.config import ModelConfig, child_environment
 from inference_engine.errors import BackendError, EngineStalled
@@ -67,6 +75,15 @@ class Followers:
     def cleaned(self, first: int, count: int) -> None: ...
 
     def turned(self, to: Tensor, of: Tensor, shift: int, rotary: str) -> None: ...
+
+    @property
+    def ranks(self) -> int:
+        return self.group.ranks
+
+    def collected(self, views: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [list(views)]
+
+    def given(self, views: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None: ...
 
     def failure(self) -> str:
         """Why no more steps can run; "": they can."""
@@ -157,6 +174,20 @@ class Leader(Followers):
 
     def turned(self, to: Tensor, of: Tensor, shift: int, rotary: str) -> None:
         self._send("turned", _place(to), _place(of), shift, rotary)
+
+    def collected(self, views: Sequence[Tensor]) -> list[list[Tensor]]:
+        if not views:
+            return [[] for _ in range(self.ranks)]
+        with self.together():
+            self._send("collected", tuple(map(_place, views)))
+            return [like_views(data, views) for data in self.group.collect(bytes_of(views))]
+
+    def given(self, views: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+        if not views:
+            return
+        with self.together():
+            self._send("given", tuple(map(_place, views)))
+            self.group.spread(torch.cat([bytes_of(of_rank) for of_rank in parts]))
 
     def failure(self) -> str:
         for rank, process in enumerate(self._processes, 1):

@@ -86,11 +86,6 @@ def check_model_config(config: ModelConfig) -> None:
 
 def check_engine_config(config: EngineConfig, ranks: int) -> None:
     """Raise ConfigError for what needs all of a session's K/V in one place."""
-    if config.journal_place and config.hibernate != "never":
-        raise ConfigError(
-            f"hibernate={config.hibernate}: no copies of K/V are made with tensor_parallel={ranks} yet; set "
-            "hibernate=never, and kept sessions are prefilled again when they come back"
-        )
     if config.tier_bytes:
         raise ConfigError(
             f"tier_bytes={config.tier_bytes}: there is no second tier with tensor_parallel={ranks} yet; leave it at 0"

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import RecordedKind
 from inference_engine.backends.ranks.causal_plan import StepShape
-from inference_engine.backends.ranks.group import WAIT_SECONDS, join_group, leave_group
+from inference_engine.backends.ranks.group import WAIT_SECONDS, bytes_of, join_group, leave_group, like_views
 from inference_engine.backends.ranks.leader import Followers, View
 from inference_engine.backends.ranks.link import Link, Message, Numbers
 from inference_engine.backends.ranks.loading import load_rank, serve_rank
@@ -113,6 +114,16 @@ class Rank:
         keys = own.flatten(0, 1)
         moved = self._opened.rotate(keys, torch.full((keys.shape[1],), shift, dtype=torch.long), rotary)
         self._view(to).copy_(moved.view(own.shape))
+
+    def _collected(self, views: Sequence[View]) -> None:
+        self._forward.followers.group.collect(bytes_of([self._view(view) for view in views]))
+
+    def _given(self, places: Sequence[View]) -> None:
+        group, views = self._forward.followers.group, [self._view(view) for view in places]
+        own = bytes_of(views)
+        data = group.spread(own.new_empty(group.ranks * len(own)))
+        for view, part in zip(views, like_views(data.chunk(group.ranks)[group.rank], views), strict=True):
+            view.copy_(part)
 
 
 def _end_with(parent: int) -> None:

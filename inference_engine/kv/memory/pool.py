@@ -326,7 +326,13 @@ class Rooms:
 
 
 class Mirror(Protocol):
-    """Gets what is written to the pool between steps: the views of its memory that are written, and read."""
+    """Gets what is written to the pool between steps: the views of its memory that are written, and read.
+
+    ranks: so many devices have a pool alike, this one among them.
+    """
+
+    @property
+    def ranks(self) -> int: ...
 
     def wiped(self, view: Tensor) -> None: ...
 
@@ -337,6 +343,12 @@ class Mirror(Protocol):
 
     def cleaned(self, first: int, count: int) -> None:
         """So many numbers from `first` on were zeroed, or discarded."""
+
+    def collected(self, views: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What lies in the same views on each device, this one first."""
+
+    def given(self, views: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
+        """Write what each device is to have in these views, but for this one."""
 
 
 class _Account:

@@ -330,7 +330,9 @@ class LayerEntries(LayerSlots, Part):
     def _segments(self, length: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         step = self.context.geometry.segment_tokens
         for prefix in self.prefixes:
-            for positions, keys, values in prefix.until(length).entries(self.layer_set.layers, step):
+            for positions, keys, values in prefix.until(length).entries(
+                self.layer_set.layers, step, self.context.pool.mirror
+            ):
                 yield torch.from_numpy(positions), keys, values
         held = np.sort(self.held[(self.held >= self.layout.base) & (self.held < length)])
         for first in range(0, len(held), step):

@@ -24,7 +24,7 @@ from inference_engine.kernels.segmented_attention import AttentionSegment as Att
 from inference_engine.kernels.segmented_attention import attend_parts
 from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.allocation import Allocation
-from inference_engine.kv.memory.pool import KVBuffer
+from inference_engine.kv.memory.pool import KVBuffer, Mirror
 from inference_engine.kv.parts.layer_part import LayerPart
 from inference_engine.kv.parts.recurrent import PrefixStates
 from inference_engine.kv.slots import LayerSlots
@@ -107,12 +107,23 @@ class SharedPrefix:
             piece.region.slots(self._buffer.values, layer, slot, count),
         )
 
-    def entries(self, layers: Sequence[int], most: int) -> Iterator[tuple[Positions, Tensor, Tensor]]:
-        """Positions, keys and values [layers, n, Hkv, D], `most` positions at a time."""
+    def entries(
+        self, layers: Sequence[int], most: int, mirror: Mirror | None
+    ) -> Iterator[tuple[Positions, Tensor, Tensor]]:
+        """Positions, keys and values [layers, n, Hkv, D], `most` positions at a time. mirror: then of all ranks."""
         for piece in self.pieces:
             for chunk in chunks_between(piece.first, piece.last, most):
                 states = [self.chunk(layer, chunk.start, chunk.stop) for layer in layers]
-                keys, values = (torch.stack(by_layer).transpose(1, 2) for by_layer in zip(*states, strict=True))
+                keys, values = (
+                    torch.cat(
+                        [
+                            torch.stack(tuple(of_rank)).transpose(1, 2)
+                            for of_rank in ([by_layer] if mirror is None else mirror.collected(by_layer))
+                        ],
+                        dim=2,
+                    )
+                    for by_layer in zip(*states, strict=True)
+                )
                 yield np.array(chunk, dtype=np.int64), keys, values
 
 
