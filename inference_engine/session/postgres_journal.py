@@ -59,6 +59,7 @@ _NUMBER_BITS = 62  # of a session's number, which no other server may draw
 _IDLE_CONNECTIONS = 4  # for reading, that are kept
 _LOOK_SECONDS = 0.05  # between two attempts to begin anew
 _LET_GO_SECONDS = 5.0  # for a server to let go of a session that is to be deleted
+_SAME_SECONDS = 1.0  # by which clocks that are set may differ
 _COUNT_SECONDS = 10.0  # between two looks at what other servers keep
 
 
@@ -132,13 +133,15 @@ class PostgresJournal(KeptJournal):
         self._used_elsewhere: dict[str, TokenUsage] = {}
         self._asked_of: set[str] = set()  # owners whose limits were asked for since others were counted last
         self._counted_at = 0.0
+        self._ahead_seconds = 0.0  # is the database's clock of this machine's
         self._db = open_database(dsn, durability, weights, replica)
         with ExitStack() as undo, _refused(place_of(dsn)):
             undo.callback(self._db.close)
             self._lease = Lease(dsn, replica, lease_seconds, on_asked=self._asked, on_lost=self._ask_for_proof)
             undo.callback(self._lease.stop)
             self._db.commits_for(replica, self._lease.epoch)
-            self._tables = PostgresTables(self._db, replica, self._lease.epoch, wall_clock)
+            self._look_at_clock(self._db)
+            self._tables = PostgresTables(self._db, replica, self._lease.epoch, self._now)
             self._tables.note_cut()
             with self._reading() as reader:
                 self._count_all(reader.kept())
@@ -156,6 +159,18 @@ class PostgresJournal(KeptJournal):
             lose=self._begin_anew,
         )
         self._lease.start()
+
+    def _look_at_clock(self, db: PostgresConnection) -> None:
+        """Servers' clocks may differ by minutes: when sessions were used is kept by the database's."""
+        ((there,),) = db.execute("select extract(epoch from clock_timestamp())::float8")
+        ahead = there - self._wall_clock()
+        self._ahead_seconds = ahead if abs(ahead) > _SAME_SECONDS else 0.0
+
+    def _now(self) -> float:
+        return self._wall_clock() + self._ahead_seconds
+
+    def leave(self, session_id: str, used_at: float | None = None) -> None:
+        super().leave(session_id, None if used_at is None else used_at + self._ahead_seconds)
 
     def _new_number(self) -> int:
         return secrets.randbits(_NUMBER_BITS)
@@ -322,6 +337,8 @@ class PostgresJournal(KeptJournal):
         all. Other owners' rows are not read again and again."""
         asked, self._asked_of = self._asked_of, set()
         owners = sorted(asked | {known.owner for known in list(self._open.values())})  # others change it meanwhile
+        with self._connection() as db:
+            self._look_at_clock(db)
         with self._reading() as reader:
             elsewhere = reader.kept_elsewhere(owners, self._lease.epoch)
             _, used = reader.usages(owners)
@@ -469,7 +486,7 @@ class PostgresJournal(KeptJournal):
         """In a transaction, which sees one moment."""
         with self._connection() as db:
             db.begin_reading()
-            yield PostgresReader(db, TailRows(db), self._replica)
+            yield PostgresReader(db, TailRows(db), self._replica, self._ahead_seconds)
             db.commit()
 
     @contextmanager

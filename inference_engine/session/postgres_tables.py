@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from inference_engine.errors import HistoryCorrupt
-from inference_engine.session.journal import CopyRecord, Kept, ReplyRecord, SessionRecord
+from inference_engine.session.journal import CopyRecord, Kept, ReplyRecord, SessionEntry, SessionRecord
 from inference_engine.session.journal_reader import Reader, TailRow
 from inference_engine.session.journal_rows import copy_crc, usage_crc
 from inference_engine.session.journal_tables import Tables
@@ -128,11 +128,25 @@ class PostgresTail(TailRows):
 
 
 class PostgresReader(Reader):
-    """replica: the server whose copies of K/V they are."""
+    """replica: the server whose copies of K/V they are. ahead_seconds: the database's clock of this machine's, by which
+    sessions that are read were used."""
 
-    def __init__(self, db: PostgresConnection, tail: TailRows, replica: str) -> None:
+    def __init__(self, db: PostgresConnection, tail: TailRows, replica: str, ahead_seconds: float = 0.0) -> None:
         super().__init__(db, tail)
-        self._replica = replica
+        self._replica, self._ahead_seconds = replica, ahead_seconds
+
+    def session(self, number: int, session_id: str) -> tuple[SessionRecord, float]:
+        record, used_at = super().session(number, session_id)
+        return record, used_at - self._ahead_seconds
+
+    def page(self, owner: str, after: str, most: int, now: float) -> list[SessionEntry]:
+        return self._by_this_clock(super().page(owner, after, most, now + self._ahead_seconds))
+
+    def everyone(self, now: float) -> list[SessionEntry]:
+        return self._by_this_clock(super().everyone(now + self._ahead_seconds))
+
+    def _by_this_clock(self, entries: Sequence[SessionEntry]) -> list[SessionEntry]:
+        return [replace(entry, used_at=entry.used_at - self._ahead_seconds) for entry in entries]
 
     @staticmethod
     def as_bytes(column: str) -> str:

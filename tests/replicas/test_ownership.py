@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -47,20 +48,26 @@ def replica(
 
 @contextmanager
 def journal_of(
-    database: Database, name: str, *, dsn: str = "", lease_seconds: float = 5.0
+    database: Database, name: str, *, dsn: str = "", lease_seconds: float = 5.0, **settings: Any
 ) -> Iterator[tuple[Any, EngineMetrics]]:
     """Without a server."""
     metrics = EngineMetrics()
-    journal = made_journal(dsn or database.dsn, name, metrics, lease_seconds)
+    journal = made_journal(dsn or database.dsn, name, metrics, lease_seconds, **settings)
     try:
         yield journal, metrics
     finally:
         journal.stop()
 
 
-def made_journal(dsn: str, name: str, metrics: EngineMetrics, lease_seconds: float) -> PostgresJournal:
+def made_journal(dsn: str, name: str, metrics: EngineMetrics, lease_seconds: float, **settings: Any) -> PostgresJournal:
     return PostgresJournal(
-        dsn, Durability.PROCESS, weights=WEIGHTS, metrics=metrics, replica=name, lease_seconds=lease_seconds
+        dsn,
+        Durability.PROCESS,
+        weights=WEIGHTS,
+        metrics=metrics,
+        replica=name,
+        lease_seconds=lease_seconds,
+        **settings,
     )
 
 
@@ -249,6 +256,33 @@ def test_a_claim_that_the_database_lost_is_not_relied_on(database: Database) -> 
         assert two._writer.flush(20)
         assert two.look("session-0", OWNER)[0].history_length == 2
         assert metrics.journal_lost._value.get() == 1
+
+
+def test_clocks_of_servers_may_differ(database: Database) -> None:
+    """By more than sessions are kept: what was used a moment ago is not deleted, and each says so by its own clock."""
+    ahead = {name: hours * 3600.0 for name, hours in (("here", 0), ("early", -1), ("late", 1))}
+
+    def clock_of(name: str) -> Callable[[], float]:
+        return lambda: time.time() + ahead[name]
+
+    with contextlib.ExitStack() as stack:
+        journals = {
+            name: stack.enter_context(journal_of(database, name, keep_seconds=600.0, wall_clock=clock_of(name)))[0]
+            for name in ahead
+        }
+        for place, (name, journal) in enumerate(journals.items()):
+            journal.open(record_of(place))
+            journal.append(f"session-{place}", 0, ONE, Mark.APPENDED)
+            journal.leave(f"session-{place}", clock_of(name)() - 60)
+            assert journal._writer.flush(20)
+        for journal in journals.values():
+            journal._delete_old()
+        for name, journal in journals.items():
+            used = [entry.used_at - clock_of(name)() for entry in journal.page(OWNER, after="", most=9)]
+            assert np.allclose(used, [-60.0] * len(ahead), atol=30), (name, used)
+            assert abs(journal.load("session-0", OWNER).used_at - clock_of(name)() + 60) < 30
+            journal.leave("session-0", clock_of(name)() - 60)
+            assert journal._writer.flush(20)
 
 
 async def test_a_create_that_two_servers_are_sent_makes_one_session(database: Database) -> None:
