@@ -11,12 +11,15 @@ Attention of the compiled baseline is both of transformers': torch's operation, 
 history in one program a head, and plain products, of which the compiler makes kernels.
 
 With `--modules` the engine's path for families without a list takes part, too: transformers' own layers in a recorded
-step, as they are, and compiled around attention, which stays what it is.
+step, as they are, and compiled around attention, which stays what it is. With `--invariant` so do steps whose tokens
+depend on nothing else in them (`determinism=batch-invariant`).
 
 A turn is the time from the append of some new tokens, in sessions that have their histories, to the first token of the
 last one's answer: of each cell of few sessions, with as many new tokens in each as `--turns` says.
 
 A cell is SESSIONSxLENGTH or SESSIONSxLENGTH/STRATEGY. Cells of the same sessions and length take turns in every round.
+Components of keys and a latent are made where a strategy needs them: from random ids, and of random bases. Where there
+are components, `gather` chooses by them unless its scorer is named.
 Histories above `--attended` tokens are written without attending in the prefill, which would take most of an hour of
 arithmetic: the entries are others than those of a real prefill, and steps over them take the same time.
 
@@ -55,6 +58,7 @@ from inference_engine.kv.strategies import parse_strategy
 from inference_engine.kv.strategies.gather import Gather
 from inference_engine.kv.strategies.tiered import Tiered
 from inference_engine.kv.strategy import KVStrategy
+from inference_engine.models import LoadedModel
 from inference_engine.models.seam import ATTENTION
 from inference_engine.types import Sampling
 from laboratory.bench.experiments import Save
@@ -72,10 +76,12 @@ from laboratory.evaluation.timing import (
     turn_milliseconds,
     unattended,
 )
+from laboratory.training.made_target import calibrated
 
 # By transformers' name of its attention.
 COMPILED = {"sdpa": "transformers, compiled", "eager": "transformers, compiled, attention too"}
 MODULES, COMPILED_MODULES = "full by torch's modules", "full by torch's modules, compiled"
+INVARIANT = "full, batch-invariant"
 FULL = "full"
 WARM = Sampling(temperature=1.0, seed=SEED)  # of the steps that are sampled
 MOST_AT_ONCE = 8  # sessions whose turns are timed
@@ -98,7 +104,7 @@ class Group:
 @dataclass(slots=True)
 class Cell:
     """Samples of one strategy in a group, sampled_ms of steps at a temperature. read: entries that a step reads in each
-    session, at the end.
+    session, at the end. bound_bytes: the most that a session may hold.
 
     host_ms: what the host does for a step that is launched ahead, while it does not wait for the device.
     """
@@ -109,6 +115,7 @@ class Cell:
     sampled_ms: list[float] = field(default_factory=list)
     turn_ms: dict[int, list[float]] = field(default_factory=dict)  # to the first token, by the number of new ones
     read: int = 0
+    bound_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,6 +294,7 @@ def measure(
             cells[name].host_ms = hosts[name][1:]  # without the first round, which warms up
             info = by.session_info(sessions[name][0])
             cells[name].read = entries_read(info.strategy, info.history_length - 1 - info.evicted_tokens)
+            cells[name].bound_bytes = info.bound.peak_bytes
         for new in turns:
             ids = torch.randint(5, vocabulary - 5, (new,), generator=generator).tolist()
             asked = {name: partial(turn_milliseconds, by, sessions[name], ids) for name, by, _ in served}
@@ -318,6 +326,8 @@ class Outcome:
             floor = costs.step_ms(group.sessions, cell.read, self._ceilings)
             row = {"shape": shape, "strategy": name, "sessions": group.sessions, "length": group.length}
             row |= {"ms": round(median, 4), "tokens a second": round(1e3 * group.sessions / median, 1)}
+            if cell.bound_bytes:
+                self._values[f"most bytes that a session may hold, {where}"] = record.exact(cell.bound_bytes, "bytes")
             if cell.host_ms:
                 self._values[f"host time of a step, {where}"] = record.summarize(cell.host_ms, "ms")
                 row["host ms"] = round(statistics.median(cell.host_ms), 4)
@@ -398,17 +408,24 @@ def made_baseline(shape: str, arguments: argparse.Namespace) -> Any:
     return model.to(arguments.device).eval().requires_grad_(requires_grad=False)
 
 
-def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForward, Costs]:
-    device = torch.device(arguments.device)
-    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain")
+def made(shape: str, arguments: argparse.Namespace) -> LoadedModel:
     longest = max((group.length for group in arguments.groups), default=0) + 4096
-    loaded = made_model(shape, arguments.device, arguments.dtype, positions=longest)
-    costs = Costs.of(loaded.model, getattr(torch, arguments.dtype).itemsize)
+    return made_model(shape, arguments.device, arguments.dtype, positions=longest)
+
+
+def served(loaded: LoadedModel, shape: str, arguments: argparse.Namespace, **options: Any) -> TorchForward:
+    config = ModelConfig(device=arguments.device, dtype=arguments.dtype, linear="plain", **options)
     # As on a GPU, wherever this runs: otherwise there would be no list on a CPU.
-    ops = replace(open_ops("auto", device), attends_together=True)
-    forward = serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
+    ops = replace(open_ops("auto", torch.device(arguments.device)), attends_together=True)
+    return serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
+
+
+def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForward, Costs]:
+    loaded, itemsize = made(shape, arguments), getattr(torch, arguments.dtype).itemsize
+    costs = Costs.of(loaded.model, itemsize)
+    forward = served(loaded, shape, arguments)
     geometry = forward.geometry(page_tokens=16, segment_tokens=256)
-    itemsize, own = getattr(torch, arguments.dtype).itemsize, forward.seam.model.config
+    own = forward.seam.model.config
     attentions = tuple(Attention.of(layer, own, itemsize) for layer in geometry.layers)
     state_bytes = sum(state.nbytes for state in geometry.state_layers.values())
     return forward, replace(costs, attentions=attentions, state_bytes=state_bytes)
@@ -417,13 +434,7 @@ def opened_forward(shape: str, arguments: argparse.Namespace) -> tuple[TorchForw
 def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool) -> TorchForward:
     """Steps of transformers' layers. compiles: each by torch.compile, which leaves attention to the engine."""
     # A compiler fuses norms by itself. With plain kernels long chunks have plain attention, too: steps are compared.
-    config = ModelConfig(
-        device=arguments.device, dtype=arguments.dtype, linear="plain", kernels="plain" if compiles else "auto"
-    )
-    longest = max((group.length for group in arguments.groups), default=0) + 4096
-    loaded = made_model(shape, arguments.device, arguments.dtype, positions=longest)
-    ops = replace(open_ops("auto", torch.device(arguments.device)), attends_together=True)
-    forward = serve_loaded(loaded, config, admit_config(SHAPES[shape]()), ops=ops)
+    forward = served(made(shape, arguments), shape, arguments, kernels="plain" if compiles else "auto")
     forward.listed = None
     if compiles:
         for layer in forward.seam.model.get_decoder().layers:
@@ -431,17 +442,26 @@ def opened_modules(shape: str, arguments: argparse.Namespace, *, compiles: bool)
     return forward
 
 
+def opened_invariant(shape: str, arguments: argparse.Namespace) -> TorchForward:
+    return served(made(shape, arguments), shape, arguments, determinism="batch-invariant")
+
+
 def other_engines(shape: str, arguments: argparse.Namespace, outcome: Outcome, stack: ExitStack) -> dict[str, Engine]:
-    """Engines over torch's modules, as they are and compiled. What cannot be compiled is left out, with the reason."""
+    """Engines that are asked for beside the first, by what they do. One that cannot be had is left out, with the
+    reason."""
     found: dict[str, Engine] = {}
-    if not arguments.modules:
-        return found
-    by_itself = torch.compiler.disable(AttentionInterface()[ATTENTION])  # type: ignore[no-untyped-call]
-    AttentionInterface.register(ATTENTION, by_itself)
-    for name in (MODULES, COMPILED_MODULES):
+    asked: dict[str, Callable[[], TorchForward]] = {}
+    if arguments.invariant:
+        asked[INVARIANT] = partial(opened_invariant, shape, arguments)
+    if arguments.modules:
+        by_itself = torch.compiler.disable(AttentionInterface()[ATTENTION])  # type: ignore[no-untyped-call]
+        AttentionInterface.register(ATTENTION, by_itself)
+        asked[MODULES] = partial(opened_modules, shape, arguments, compiles=False)
+        asked[COMPILED_MODULES] = partial(opened_modules, shape, arguments, compiles=True)
+    for name, make in asked.items():
         began = time.monotonic()
         try:
-            forward = opened_modules(shape, arguments, compiles=name == COMPILED_MODULES)
+            forward = make()
             engine = stack.enter_context(Engine(forward, settings(forward, arguments)))
             shortest = min(group.length for group in arguments.groups)
             measure(engine, Group(1, min(512, shortest)), [FULL], {}, arguments)
@@ -471,7 +491,16 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, s
     baseline = made_baseline(shape, arguments) if arguments.compiled else None
     forward, costs = opened_forward(shape, arguments)
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine(forward, settings(forward, arguments)))
+        own = settings(forward, arguments)
+        chosen = {name for names in (*arguments.groups.values(), arguments.prefilled) for name in names}
+        coded = calibrated(
+            shape,
+            forward,
+            [parse_strategy(name) for name in sorted(chosen)],
+            page_tokens=own.page_tokens,
+            segment_tokens=own.segment_tokens,
+        )
+        engine = stack.enter_context(Engine(forward, own, **coded))
         others = other_engines(shape, arguments, outcome, stack)
         warmed = min((group for group in arguments.groups), default=None)
         if warmed is not None:
@@ -498,7 +527,7 @@ def measure_shape(shape: str, outcome: Outcome, arguments: argparse.Namespace, s
                 gc.collect()
     release(arguments.device)
     for step_tokens in arguments.step_tokens:
-        with Engine(forward, settings(forward, arguments, step_tokens=step_tokens)) as engine:
+        with Engine(forward, settings(forward, arguments, step_tokens=step_tokens), **coded) as engine:
             for length, strategy in itertools.product(arguments.prefill, arguments.prefilled):
                 where = f"in chunks of {step_tokens or 'the default'}, 1 x {length}"
                 where = where if strategy == FULL else f"{strategy}, {where}"
@@ -529,6 +558,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modules", action="store_true", help="full by torch's modules, too, in engines of their own; give --kv-bytes"
     )
+    parser.add_argument(
+        "--invariant", action="store_true", help="full, batch-invariant, too, in an engine of its own; give --kv-bytes"
+    )
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 130_000])
     parser.add_argument("--prefilled", nargs="+", default=[FULL], metavar="STRATEGY", help="of the prefills")
     parser.add_argument("--step-tokens", type=int, nargs="*", default=[0], help="prefill chunks; 0: the default")
@@ -550,8 +582,10 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
     check_rounds(arguments)
     if arguments.prefills < 1:
         raise ConfigError(f"--prefills must be at least 1, got {arguments.prefills}")
-    if arguments.modules and not arguments.kv_bytes:
-        raise ConfigError("--modules opens three engines, each of which takes --kv-bytes; give it, e.g. 8589934592")
+    if (arguments.modules or arguments.invariant) and not arguments.kv_bytes:
+        raise ConfigError(
+            "--modules and --invariant open further engines, each of which takes --kv-bytes; give it, e.g. 8589934592"
+        )
     arguments.groups = groups_of(arguments.cells)
     outcome = Outcome(measure_ceilings(torch.device(arguments.device)), arguments)
     for shape in arguments.shapes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -25,6 +26,20 @@ def components_of_random_ids(forward: TorchForward) -> dict[int, KeyComponents]:
     return fit_components(forward, torch.randint(5, forward.facts.vocab_size - 5, _CALIBRATED, generator=generator))
 
 
+def calibrated(
+    shape: str, forward: TorchForward, strategies: Sequence[KVStrategy], *, page_tokens: int, segment_tokens: int
+) -> dict[str, Any]:
+    """The `components` and `latent` of an Engine, as far as the strategies need them, of a model made in that shape."""
+    needed = [strategy.calibrated for strategy in strategies]
+    found: dict[str, Any] = {}
+    if any(COMPONENTS in one for one in needed):
+        found["components"] = components_of_random_ids(forward)
+    if any(LATENT in one for one in needed):
+        geometry = forward.geometry(page_tokens=page_tokens, segment_tokens=segment_tokens)
+        found["latent"] = made_codec(shape, geometry, forward.device)
+    return found
+
+
 @contextmanager
 def open_made_target(
     shape: str, model: ModelConfig, engine: EngineConfig, strategies: Sequence[KVStrategy]
@@ -36,15 +51,10 @@ def open_made_target(
     if model.backend == "native" or model.device == "mlx":
         raise ConfigError("random weights are made in memory, for torch: leave backend out, with device cpu or cuda")
     forward = made_forward(shape, model)
-    needed = [strategy.calibrated for strategy in strategies]
-    components = components_of_random_ids(forward) if any(COMPONENTS in one for one in needed) else None
-    latent = None
-    if any(LATENT in one for one in needed):
-        geometry = forward.geometry(page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
-        latent = made_codec(shape, geometry, torch.device(model.device))
+    made = calibrated(shape, forward, strategies, page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
     coded = {
-        **({} if components is None else {"components": "calibrated on random ids"}),
-        **({} if latent is None else {"latent": f"random bases, {latent.bytes_per_token} bytes a token"}),
+        **({"components": "calibrated on random ids"} if "components" in made else {}),
+        **({"latent": f"random bases, {made['latent'].bytes_per_token} bytes a token"} if "latent" in made else {}),
     }
-    with Engine(forward, engine, latent=latent, components=components) as running:
+    with Engine(forward, engine, **made) as running:
         yield MadeTarget(engine=running, forward=forward, model=model, coded=coded)

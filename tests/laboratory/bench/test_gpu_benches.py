@@ -11,23 +11,6 @@ from laboratory.bench.__main__ import main
 from laboratory.evaluation.record import read_record
 
 
-def test_a_record_says_what_was_measured_and_what_did_not_fit(tmp_path: Path) -> None:
-    typed = "--shapes tiny --device cpu --dtype float32 --lengths 24 100000 --sessions 1 2 --rounds 2 --tokens 4"
-    where = ["--kv-bytes", str(2**21), "--results", str(tmp_path)]
-    assert main(["gpu-lists", *typed.split(), *where]) == 0
-    (path,) = tmp_path.glob("listed_cpu_float32/*/record.json")
-    found = read_record(path, "listed", "ms of a step, by what the host does")
-    assert set(found["left_out"]) == {"tiny, full, 1 at 100000", "tiny, full, 2 at 100000"}
-    for sessions in (1, 2):
-        cell = f"tiny, full, {sessions} at 24"
-        ratio = found["values"][f"time of a step, listed ÷ torch's modules, {cell}"]
-        assert (ratio["unit"], ratio["count"]) == ("ratio", 2)
-        assert found["values"][f"prefill, listed, {cell}"]["count"] == sessions
-        assert found["values"][f"first tokens equal, of {sessions}, {cell}"]["median"] == sessions
-        assert found["values"][f"first token's logprob, largest difference, {cell}"]["median"] < 1e-4
-    assert "--results" not in found["command"]
-
-
 def test_steps_are_shown_beside_their_baselines_and_their_floors(tmp_path: Path) -> None:
     typed = "--shapes tiny --device cpu --dtype float32 --cells 1x700 1x700/sink_window:sink=4,window=256 2x24 1x100000"
     more = f"--compiled 700 --prefill 64 --attended 100 --rounds 2 --tokens 4 --turns 8 --kv-bytes {2**22}"
@@ -50,6 +33,20 @@ def test_steps_are_shown_beside_their_baselines_and_their_floors(tmp_path: Path)
     assert "÷ full" in turns["sink_window:sink=4,window=256"] and turns["full"]["÷ a decode step"] > 0
     # Nothing is said of prefills that did not attend.
     assert [row["cell"] for row in found["tables"]["prefills"]] == ["full, 2 x 24", "in chunks of the default, 1 x 64"]
+
+
+def test_steps_of_strategies_that_are_calibrated_and_of_other_engines_take_turns(tmp_path: Path) -> None:
+    select = "restored:sink=2,window=256,source=latent,mode=select,budget=512"
+    typed = f"--shapes tiny --device cpu --dtype float32 --cells 1x700 1x700/{select} --compiled --prefill --turns"
+    more = f"--invariant --rounds 2 --tokens 4 --kv-bytes {2**24} --results {tmp_path}"
+    assert main(["gpu-steps", *typed.split(), *more.split()]) == 0
+    (path,) = tmp_path.glob("steps_cpu_float32/*/record.json")
+    found = read_record(path, "steps", "decode steps")
+    rows = {row["strategy"]: row for row in found["tables"]["decode steps"]}
+    assert set(rows) == {"full", select, "full, batch-invariant"} and "÷ full" in rows["full, batch-invariant"]
+    most = {name: found["values"][f"most bytes that a session may hold, tiny, {name}, 1 x 700"] for name in rows}
+    assert 0 < most[select]["median"] != most["full"]["median"] == most["full, batch-invariant"]["median"]
+    assert "--results" not in found["command"]
 
 
 def test_operations_are_shown_beside_the_best_other_and_wrong_ones_are_left_out(tmp_path: Path) -> None:
