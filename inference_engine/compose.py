@@ -163,7 +163,10 @@ def admit(config: ModelConfig) -> Admitted:
     if (kept := verdicts.read(Admitted, "admitted")) is not None:
         return kept
     from inference_engine.backends.twin import admit_config
+    from kv_cache_proposer.published_drafters import is_published_drafter
 
+    if not found.only_gguf and is_published_drafter(found.folder):
+        raise ModelError(f"{config.model} is a drafter, and no model: name its target, with --drafter {config.model}")
     read = read_config(found)
     admitted = admit_config(read)
     sizes(read, found.folder)

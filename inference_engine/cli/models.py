@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def fetch_named(name: str, cache: Path, errors: Console) -> str:
+def fetch_named(name: str, cache: Path, errors: Console, *, to_serve: bool = False) -> str:
+    """to_serve: a drafter is refused, before its weights are fetched."""
     named = None if is_known(name) else hub_model(name)
     if named is None:
         folder = fetch(name, cache, console=errors)
@@ -111,6 +112,8 @@ def fetch_named(name: str, cache: Path, errors: Console) -> str:
     from kv_cache_proposer.published_drafters import check_published, is_published_drafter
 
     def used(folder: Path) -> Callable[[Path], object] | None:
+        if is_published_drafter(folder) and to_serve:
+            raise ModelError(f"{named} is a drafter, and no model: name its target, with --drafter {named}")
         if is_published_drafter(folder):
             check_published(folder, has_weights=False)
             return partial(check_published, has_weights=True)
@@ -136,7 +139,7 @@ def fetched(config: ModelConfig, errors: Console) -> str:
     except ModelError:
         if hub_model(name) is None or in_full(name).exists():
             raise
-        return fetch_named(name, cache, errors)
+        return fetch_named(name, cache, errors, to_serve=True)
     return f"{name} is here"
 
 

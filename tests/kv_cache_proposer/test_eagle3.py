@@ -269,6 +269,8 @@ def test_a_published_drafter_drafts_for_a_model_and_changes_no_token(tmp_path: P
             assert info.kv_live_bytes <= info.bound.sustained_bytes
             assert (info.drafted_tokens > 30) == (model is own)
     assert said[0] == said[1]
+    with pytest.raises(ModelError, match="is a drafter, and no model: name its target"):
+        open_backend(replace(own, model=str(made(tmp_path / "flat", FLAT))))
     native = replace(own, backend="native")
     with pytest.raises(DrafterError, match="EAGLE-3 drafters run on torch; start with --backend torch"):
         find_drafter(native, open_backend(native))

@@ -147,6 +147,10 @@ def test_a_drafter_is_fetched_by_its_name_and_taken_by_it(
         assert hub.fetched() == {"config.json"}
     hub = Hub(name=NAME, commit=COMMIT[::-1], files=files | {"config.json": content, "eagle3.py": b"raise SystemExit"})
     with served(hub):
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(ModelError, match=f"a drafter, and no model: name its target, with --drafter {NAME}"):
+            command.fetched(ModelConfig(model=NAME, cache_dir=str(cache)), Console(stderr=True))
+        assert hub.fetched() == {"config.json"}
         assert kakeya_models(hub, monkeypatch, cache, "fetch", NAME) == 0
     assert f"its target is served with --drafter {NAME}" in capsys.readouterr().out
     assert hub.fetched() == {"config.json", "model.safetensors"}
