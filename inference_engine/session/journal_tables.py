@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Protocol
 
 from inference_engine.errors import HistoryCorrupt
+from inference_engine.session.clock_jumps import ClockJumps
 from inference_engine.session.journal import APPENDED, CopyRecord, GenerateRecord, ReplyRecord, SessionRecord
 from inference_engine.session.journal_reader import Past, Reader, Statements, Tail
 from inference_engine.session.journal_rows import (
@@ -285,15 +286,16 @@ class Tables:
         self._gone.append(file)
         self._db.execute("delete from copies where file = ?", (file,))
 
-    def expire(self, keep_seconds: float, resident: Collection[int]) -> list[tuple[str, int]]:
+    def expire(self, keep_seconds: float, resident: Collection[int], jumps: ClockJumps) -> list[tuple[str, int]]:
         """Delete old replies, and some of the sessions that are unused for longer. Their owners and lengths.
 
         keep_seconds: 0: no session; resident: numbers of sessions in memory, which are in use.
         """
         now = self._wall_clock()
-        self._db.execute("delete from replies where ended_at < ?", (now - KEEP_SECONDS,))
+        self._db.execute("delete from replies where ended_at < ?", (now - jumps.ahead(KEEP_SECONDS) - KEEP_SECONDS,))
         if not keep_seconds:
             return []
+        now -= jumps.ahead(keep_seconds)
         expired: list[tuple[str, int]] = []
         old = self._unused(now - keep_seconds, _EXPIRE_SESSIONS, resident)
         for number in [number for number in old if number not in resident][:_EXPIRE_SESSIONS]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from inference_engine.config import EngineConfig, in_full
 from inference_engine.errors import ConfigError
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.clock_jumps import even_clock
 from inference_engine.session.journal import Journal, MemoryJournal
 from inference_engine.types import Durability
 
@@ -32,7 +33,12 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
         from inference_engine.session.sqlite_journal import SQLiteJournal
 
         return SQLiteJournal(
-            in_full(place), config.kept, weights=weights, metrics=metrics, keep_seconds=config.session_keep_seconds
+            in_full(place),
+            config.kept,
+            weights=weights,
+            metrics=metrics,
+            keep_seconds=config.session_keep_seconds,
+            even_clock=even_clock,
         )
     if kind == "postgres":
         return _in_postgres(
@@ -43,6 +49,7 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
             replica=config.replica or socket.gethostname(),
             lease_seconds=config.lease_seconds,
             keep_seconds=config.session_keep_seconds,
+            even_clock=even_clock,
             copies_folder=in_full(config.copies_dir) if config.copies_dir else None,
         )
     # Without the place, which may hold a password.

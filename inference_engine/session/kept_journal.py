@@ -18,6 +18,7 @@ from typing import ClassVar
 
 from inference_engine.errors import EngineStalled, JournalAway, JournalFull, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.clock_jumps import ClockJumps
 from inference_engine.session.history import TokenIds
 from inference_engine.session.journal import (
     SAFE,
@@ -96,13 +97,15 @@ class KeptJournal:
         metrics: EngineMetrics,
         keep_seconds: float,
         wall_clock: Callable[[], float],
+        even_clock: Callable[[], float] | None,
     ) -> None:
-        """keep_seconds: sessions unused for longer are deleted; 0: none is."""
+        """keep_seconds: sessions unused for longer are deleted; 0: none is. even_clock: as `ClockJumps` has it."""
         assert durability is not Durability.NONE
         self.durability: Durability = durability
         self._metrics = metrics
         self._keep_seconds = keep_seconds
         self._wall_clock = wall_clock
+        self._jumps = ClockJumps(wall_clock, even_clock)
         self._db_lock = threading.Lock()  # of the connection that commits
         self._kept: dict[str, _Count] = {}
         self._used: dict[str, TokenUsage] = {}
@@ -399,7 +402,8 @@ class KeptJournal:
             logger.error("old records cannot be deleted: %s: run kakeya journal check", damage)
 
     def _expire(self) -> None:
-        self._expired = self._tables.expire(self._keep_seconds, {known.number for known in list(self._open.values())})
+        resident = {known.number for known in list(self._open.values())}
+        self._expired = self._tables.expire(self._keep_seconds, resident, self._jumps)
 
     # -- reading ----------------------------------------------------------------------------------------------------
 

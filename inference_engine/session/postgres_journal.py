@@ -107,6 +107,7 @@ class PostgresJournal(KeptJournal):
         keep_seconds: float = 0.0,
         copies_folder: Path | None = None,
         wall_clock: Callable[[], float] = time.time,
+        even_clock: Callable[[], float] | None = None,
     ) -> None:
         """dsn: what libpq takes. replica: name of this server, which no other one of the database has. lease_seconds:
         other servers take over its sessions when it was not heard of for so long. copies_folder: for copies of K/V, in
@@ -115,7 +116,9 @@ class PostgresJournal(KeptJournal):
 
         The others are as for SQLiteJournal. Raises ConfigError for a database that cannot be used.
         """
-        super().__init__(durability, metrics=metrics, keep_seconds=keep_seconds, wall_clock=wall_clock)
+        super().__init__(
+            durability, metrics=metrics, keep_seconds=keep_seconds, wall_clock=wall_clock, even_clock=even_clock
+        )
         self._dsn, self._replica, self.weights = dsn, replica, weights
         self._has_copies = copies_folder is not None
         self.copies_folder = copies_folder or Path()

@@ -21,6 +21,7 @@ import psycopg
 from psycopg import errors as pg
 
 from inference_engine.errors import ConfigError
+from inference_engine.session.clock_jumps import even_clock as now
 from inference_engine.session.postgres_database import PostgresConnection, connect, place_of
 from inference_engine.types import Durability
 
@@ -30,11 +31,6 @@ _SURE_PART = 0.8  # of the lease: clocks differ in speed, and an answer takes a 
 _RENEWALS = 4  # in a lease
 _RETRY_SECONDS = 0.1
 _TAKEN_SECONDS = 2.0  # a process that has just ended may have its lock for a moment
-
-
-def now() -> float:
-    """Seconds, also of those that the machine slept."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class Lease:

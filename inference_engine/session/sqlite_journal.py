@@ -79,6 +79,7 @@ class SQLiteJournal(KeptJournal):
         keep_seconds: float = 0.0,
         vfs: str | None = None,
         wall_clock: Callable[[], float] = time.time,
+        even_clock: Callable[[], float] | None = None,
     ) -> None:
         """weights: digest of the model's; the folder belongs to it. None: whichever it is, for tools; the folder must
         have a journal then. keep_seconds: sessions unused for longer are deleted; 0: none is.
@@ -86,7 +87,9 @@ class SQLiteJournal(KeptJournal):
         Raises ConfigError, before anything is written, for a folder that is another process's, another model's, of a
         newer format, damaged, or not private.
         """
-        super().__init__(durability, metrics=metrics, keep_seconds=keep_seconds, wall_clock=wall_clock)
+        super().__init__(
+            durability, metrics=metrics, keep_seconds=keep_seconds, wall_clock=wall_clock, even_clock=even_clock
+        )
         if weights is None and not (folder / FILE).exists():
             raise ConfigError(f"{folder} has no journal: name the state_dir of a server")
         check_private(folder)

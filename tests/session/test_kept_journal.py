@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from inference_engine.session.clock_jumps import ClockJumps
 from inference_engine.session.journal import ReplyRecord
 from inference_engine.session.replies import MOST_PER_SESSION
 from inference_engine.types import Mark
@@ -65,6 +66,50 @@ def test_a_session_in_memory_is_not_deleted_however_long_it_is_unused(place: Pla
         journal.request_sync()
     assert [entry.record.session_id for entry in journal.everyone()] == ["session-1"]
     journal.stop()
+
+
+@looking_for_unused_sessions_after_each_commit()
+def test_a_clock_that_is_set_ahead_deletes_no_session(place: Place) -> None:
+    """As on a machine that learns the date after its start."""
+    day, passed = 0.0, 0.0
+    journal = opened(place, wall_clock=lambda: day + passed, even_clock=lambda: passed, keep_seconds=50.0)
+    for number in range(2):
+        journal.open(record_of(number))
+    journal.leave("session-0")
+    assert journal._writer.flush(20)
+
+    def kept_after(seconds: float) -> list[str]:
+        nonlocal passed
+        passed += seconds
+        for number in range(10, 14):
+            journal.reply(ReplyRecord("session-1", "alice", "opened", bytes([number]) * 16, b"2" * 8, 0, "{}"))
+            assert journal._writer.flush(20)
+        return [entry.record.session_id for entry in journal.everyone()]
+
+    both = ["session-0", "session-1"]
+    for day in (1e9, 2e9):  # noqa: B007 - the clocks read it
+        assert kept_after(10) == both
+    while kept_after(20) == both:  # folding a session is a use of it
+        assert passed < 1000
+    journal.stop()
+
+
+def test_what_a_clock_says_and_has_not_passed_counts_until_that_makes_no_difference() -> None:
+    clocks = [1005.0, 5.0]
+    jumps = ClockJumps(lambda: clocks[0], lambda: clocks[1])
+    for day, passed, ahead in (
+        (1000.0, 500.0, 0.0),
+        (1030.0, 510.0, 0.0),  # clocks run differently
+        (9030.0, 520.0, 8000.0),
+        (9030.0, 560.0, 8000.0),
+        (9530.0, 565.0, 8500.0),
+        (530.0, 570.0, 0.0),  # set back: what was recorded meanwhile is kept for longer
+        (1530.0, 580.0, 1000.0),
+        (1530.0, 629.0, 1000.0),
+        (1530.0, 631.0, 0.0),  # what is unused since is old by now
+    ):
+        clocks[:] = day + passed, passed
+        assert jumps.ahead(50.0) == ahead
 
 
 def test_a_reply_is_its_owner_s_alone(place: Place) -> None:
