@@ -414,7 +414,7 @@ class GgufCheckpoint(Checkpoint):
         self._model_type: str = config["model_type"]
         architecture = header.text("general.architecture") or ""
         self._layout = ARCHITECTURES[architecture].layout(config)
-        ignored = {*_IGNORED, *later_tensors(header, architecture)}
+        ignored = {*_IGNORED, *self._layout.configured, *later_tensors(header, architecture)}
         self._maps = {part: _mapped(part) for part in header.parts}
         self._tensors: dict[str, _Stored] = {}
         self._made: dict[str, _Recipe] = {}

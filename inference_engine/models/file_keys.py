@@ -23,12 +23,12 @@ _KV_HEADS = (
     "a layer with 0 has no attention"
 )
 _ROTATED = (
-    "the numbers of a head that are rotated; absent: all. `glm4moe`, `qwen3next`, `qwen35`, `qwen35moe`: or a part; "
-    "`deepseek2`, `minicpm3`: required; `nemotron_h`: no effect; others refuse a part"
+    "the numbers of a head that are rotated; absent: all. `glm4moe`, `phi3`, `qwen3next`, `qwen35`, `qwen35moe`: or a "
+    "part; `deepseek2`, `minicpm3`: required; `nemotron_h`: no effect; others refuse a part"
 )
 _WINDOWS = (
     "`gemma2`: absent 4,096; `gemma3`: absent or 0 none; `gemma4`, `gpt-oss`: required; `llama`: as Mistral's, "
-    "llama.cpp ignores it; `lfm2`, `lfm2moe`: refused; others: none"
+    "`phi3`: as Phi-3's, llama.cpp ignores both; `lfm2`, `lfm2moe`: refused; others: none"
 )
 _INNER_OF_EXPERTS = (
     "`qwen2moe`, `qwen3moe`, `qwen35moe`, `qwen3next`: absent, `feed_forward_length` by `expert_used_count`; other "
@@ -91,11 +91,15 @@ ARCHITECTURE_KEYS = _keys(
         HONOURED,
         "`gemma4`: of layers with a window, all alike; the first is required",
     ),
-    ("rope.scaling.type", HONOURED, "`none`, `linear` or `yarn`; absent: `linear`, if there is a factor"),
+    (
+        "rope.scaling.type",
+        HONOURED,
+        "`none`, `linear` or `yarn`, `longrope` of `phi3`; absent: `linear`, if there is a factor",
+    ),
     ("rope.scaling.factor", HONOURED, "absent or 0: 1"),
     ("rope.scale_linear", HONOURED, "the old name, read where the former is not there"),
-    ("rope.scaling.original_context_length", HONOURED, "of YaRN; absent or 0: `context_length`"),
-    ("rope.scaling.attn_factor", HONOURED, "what YaRN's factor of attention is multiplied with; absent: 1"),
+    ("rope.scaling.original_context_length", HONOURED, "of YaRN and `phi3`; absent or 0: `context_length`"),
+    ("rope.scaling.attn_factor", HONOURED, "what YaRN's factor of attention is multiplied with, `phi3`'s; absent: 1"),
     ("rope.scaling.*", REFUSED, "other scalings of the rotation"),
     ("rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor", NO_EFFECT, _NOT_IN_LLAMA_CPP),
     ("rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow", NO_EFFECT, _NOT_IN_LLAMA_CPP),

@@ -62,10 +62,10 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     """What a file says that llama.cpp would read otherwise, or that its tensors contradict; for the log."""
     architecture, notes = header.text("general.architecture") or "", []
     window = header.values.get(f"{architecture}.attention.sliding_window")
-    if architecture == "llama" and window:
+    if architecture in ("llama", "phi3") and window:
         notes.append(
-            f"llama.attention.sliding_window is {window}: each token sees that many, as in a Mistral model of "
-            "safetensors; llama.cpp ignores the key"
+            f"{architecture}.attention.sliding_window is {window}: each token sees that many, as in a "
+            f"{'Mistral' if architecture == 'llama' else 'Phi-3'} model of safetensors; llama.cpp ignores the key"
         )
     if architecture == "gpt-oss" and header.text("gpt-oss.rope.scaling.type") == "yarn":
         notes.append("YaRN's bounds are not rounded, as in every model of this architecture; llama.cpp rounds them")

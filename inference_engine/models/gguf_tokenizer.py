@@ -51,6 +51,8 @@ _ADDS_BOS = (*_LLAMA3, "tekken")
 _WORDS_FIRST = (*_LLAMA3, "tekken", "glm4", "glm5")
 # Qwen's models compose characters first. llama.cpp does not; tokenizer.json of these models does.
 _COMPOSED = ("qwen2", "qwen35")
+# Of Phi-3, whose other tokens of the kind take spaces and line breaks behind them.
+_TAKE_NONE = ("<unk>", "<s>", "<|endoftext|>")
 # One after the other: each splits what those before have left.
 _SPLIT_IN_TURN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -79,7 +81,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     kind = header.text("tokenizer.ggml.model")
     is_sentencepiece = kind in (SENTENCEPIECE, GEMMA4)
     backend = _sentencepiece(header, vocabulary) if is_sentencepiece else _byte_level(header, vocabulary)
-    _add_wholes(backend, vocabulary)
+    _add_wholes(backend, vocabulary, takes_spaces=_is_phi3(header))
     named = {name: vocabulary.texts[at] for name, at in vocabulary.named.items()}
     pre = header.text("tokenizer.ggml.pre")
     adds_bos = _flag(header, "tokenizer.ggml.add_bos_token", is_sentencepiece or pre in _ADDS_BOS)
@@ -200,12 +202,25 @@ def _merges(header: GgufHeader) -> list[tuple[str, str]] | None:
     return [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts if cut > 0]
 
 
-def _add_wholes(tokenizer: Any, vocabulary: GgufVocabulary) -> None:
+def _is_phi3(header: GgufHeader) -> bool:
+    """No key says it. Phi-4, of the same architecture, has byte-level tokens. llama.cpp looks at the name alone."""
+    name = (header.text("general.name") or "").lower()
+    is_of_its_kind = header.text("general.architecture") == "phi3"
+    return (
+        "phi-3" in name or "phi3" in name or (is_of_its_kind and header.text("tokenizer.ggml.model") == SENTENCEPIECE)
+    )
+
+
+def _add_wholes(tokenizer: Any, vocabulary: GgufVocabulary, *, takes_spaces: bool) -> None:
+    """takes_spaces: all but a few take what is blank behind them."""
     from tokenizers import AddedToken
 
     specials = vocabulary.specials()
     tokenizer.add_tokens(
-        [AddedToken(text, normalized=False, special=at in specials) for at, text in vocabulary.wholes().items()]
+        [
+            AddedToken(text, normalized=False, special=at in specials, rstrip=takes_spaces and text not in _TAKE_NONE)
+            for at, text in vocabulary.wholes().items()
+        ]
     )
 
 

@@ -118,6 +118,7 @@ def _config(kind: str, **changes: Any) -> Any:
 MORE_FAMILIES: Mapping[str, Callable[[], Any]] = MappingProxyType(
     {
         "mixtral": lambda: _config("mixtral", num_local_experts=4, num_experts_per_tok=2),
+        "phi3": lambda: _config("phi3", rope_parameters={**_DEFAULT, "partial_rotary_factor": 0.5}),
         "qwen2moe": lambda: _config("qwen2_moe", **_MIXTURE, shared_expert_intermediate_size=64),
         "glm4moe": lambda: _config(
             "glm4_moe",
@@ -273,6 +274,16 @@ def _heads(config: Any) -> dict[str, Any]:
 
 def _rotated(config: Any, dim: int) -> int:
     return int(dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def _phi3(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "rope.dimension_count": _rotated(config, config.hidden_size // config.num_attention_heads),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "rope.scaling.attn_factor": rope.get("attention_factor"),
+        "attention.sliding_window": config.sliding_window or 0,
+    }
 
 
 def _qwen2_moe(config: Any) -> dict[str, Any]:
@@ -455,6 +466,7 @@ def _minicpm3(config: Any) -> dict[str, Any]:
 
 _VALUES: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "mixtral": lambda config: _mixture(config, **{"rope.dimension_count": 16}),
+    "phi3": _phi3,
     "qwen2_moe": _qwen2_moe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,

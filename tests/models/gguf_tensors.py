@@ -93,6 +93,7 @@ _LATENT_NAMES = {
 }
 _DELTA_NAMES = {**_POST, **_MIXER}
 _NAMES: Mapping[str, Mapping[str, str]] = {
+    "phi3": {**_LAYER, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "glm4_moe": _POST,
     "gpt_oss": {
         **_POST,
@@ -154,6 +155,10 @@ def converted(model: Any) -> dict[str, Tensor]:
         dim = max(found[name].shape[0] for name in found if name.endswith("attn_k_norm.weight"))
         turning = int(dim * config.rope_parameters["full_attention"]["partial_rotary_factor"]) // 2
         found["rope_freqs.weight"] = np.array([1.0] * turning + [1e30] * (dim // 2 - turning), np.float32)
+    if config.model_type == "phi3":
+        for kind in ("short", "long"):
+            if (factors := config.rope_parameters.get(f"{kind}_factor")) is not None:
+                found[f"rope_factors_{kind}.weight"] = np.array(factors, np.float32)
     return found
 
 

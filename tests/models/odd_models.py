@@ -312,6 +312,21 @@ LACKING = (
     ("gpt-oss", "model.layers.1.self_attn.sinks"),
 )
 
+
+def for_long_texts(folder: Path) -> Any:
+    """A session may be longer than the first length, so it has the factors of long texts from its first token on."""
+    folder.mkdir()
+    long = [1.0, 2.0, 4.0, 8.0]
+
+    def of(short: list[float]) -> Any:
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "attention_factor": 1.2}
+        rope |= {"original_max_position_embeddings": 64, "short_factor": short, "long_factor": long}
+        return configured("Phi3", original_max_position_embeddings=64, rope_parameters=rope)()
+
+    write_gguf(of([1.0, 1.1, 1.3, 1.7]), folder / "tiny.gguf")
+    return of(long)
+
+
 ODD: Mapping[str, Odd] = {
     # -- the head
     "tied, the same head": folder_of("llama", lambda own: own.update({HEAD: own[EMBEDDING].clone()})),
@@ -551,6 +566,25 @@ ODD: Mapping[str, Odd] = {
         configured("Qwen2", rope_parameters=YARN),
         values={"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": 4.0},
     ),
+    "GGUF, rotation of Phi-3 for long texts": Odd(make=for_long_texts, name="tiny.gguf"),
+    "GGUF, rotation of Phi-3, factors of short texts alone": gguf_of(
+        "phi3",
+        tensors=lambda own: own.update({"rope_factors_short.weight": np.ones(4, np.float32)}),
+        served_by=(),
+        refusal="rope_factors_short.weight and rope_factors_long.weight are not 4 numbers",
+    ),
+    "GGUF, Phi-3 with another scaling": gguf_of(
+        "phi3",
+        values={"phi3.rope.scaling.type": "linear", "phi3.rope.scaling.factor": 2.0},
+        served_by=(),
+        refusal="scaled as linear",
+    ),
+    "GGUF, Phi-3 with queries apart, too": gguf_of(
+        "phi3", tensors=partial(with_noise, "blk.0.attn_q.weight"), served_by=(), refusal=r"blk\.0\.attn_q\.weight"
+    ),
+    "GGUF, a window of Phi-3": gguf_of(
+        configured("Phi3", sliding_window=4), note="as in a Phi-3 model of safetensors; llama.cpp ignores the key"
+    ),
     "GGUF, yarn with a first length of 0": gguf_of(
         configured("Qwen2", rope_parameters=YARN),
         values={
@@ -693,5 +727,7 @@ REPEATED = (
     "GGUF, Gemma 3 with a window of 0",
     "GGUF, fewer layers than tensors",
     "GGUF, experts alone",
+    "GGUF, Phi-3 with another scaling",
+    "GGUF, a window of Phi-3",
     "GGUF, other heads than the tensors",
 )

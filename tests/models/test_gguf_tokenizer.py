@@ -228,6 +228,24 @@ def test_sentencepiece_puts_no_space_anywhere_if_the_file_says_so(tmp_path: Path
     assert tokenizer.decode([vocab["▁["], vocab["▁a"]]) == " [ a"
 
 
+@pytest.mark.parametrize(("architecture", "name"), [("phi3", ""), ("llama", "My Phi-3"), ("llama", "")])
+def test_tokens_of_phi_3_take_the_blanks_behind_them(architecture: str, name: str, tmp_path: Path) -> None:
+    tokens = [*SENTENCEPIECE, ("<|user|>", CONTROL), ("<|endoftext|>", CONTROL)]
+    path = write_tokens(
+        tmp_path / "m.gguf",
+        tokens,
+        {"scores": [*SCORES, 0.0, 0.0]},
+        kind="llama",
+        architecture=architecture,
+        general={"name": name},
+    )
+    tokenizer = made(path)
+    vocab, user, end = tokenizer.get_vocab(), len(tokens) - 2, len(tokens) - 1
+    found = tokenizer.encode("<|user|>\n [<|endoftext|> a", add_special_tokens=False)
+    behind = [vocab["▁["]] if architecture == "phi3" or name else [vocab["▁"], vocab["<0x0A>"], vocab["▁["]]
+    assert found == [user, *behind, end, vocab["▁"], vocab["▁a"]]
+
+
 def test_gemma_4_merges_as_its_list_says_and_begins_every_text_with_bos(tmp_path: Path) -> None:
     tokens = [
         ("<unk>", UNKNOWN),

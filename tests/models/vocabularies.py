@@ -38,6 +38,7 @@ def write_tokens(
     architecture: str = "llama",
     merges: Sequence[str] = ("a b",),
     rows: int | None = None,
+    general: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """A GGUF file of these texts and their types. values: more keys `tokenizer.ggml.*`. rows: of the embeddings."""
     writer = GGUFWriter(path, architecture)
@@ -57,6 +58,8 @@ def write_tokens(
             writer.add_string(key, value)
         else:
             writer.add_array(key, value)
+    for name, text in general.items():
+        writer.add_string(f"general.{name}", text)
     writer.add_tensor("token_embd.weight", np.zeros((len(tokens) if rows is None else rows, 1), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

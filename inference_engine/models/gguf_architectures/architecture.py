@@ -80,7 +80,8 @@ class TensorLayout:
     names: of a layer, without `.weight` and `.bias`, or with them where transformers' name has other ends. outside: of
     no layer. made: by transformers' names in a layer; of several ways, the one whose parts are there. experts: what
     names the experts of a layer, whose matrices become one tensor each. heads: the modules whose rows lie as rotation
-    in pairs takes them, and how many heads each has. plus_one: are norms stored with 1 added?
+    in pairs takes them, and how many heads each has. plus_one: are norms stored with 1 added? configured: tensors that
+    the configuration has.
     """
 
     names: Mapping[str, str] = field(default_factory=lambda: IN_LAYER)
@@ -89,6 +90,7 @@ class TensorLayout:
     experts: str = ""
     heads: Mapping[str, int] = field(default_factory=dict)
     plus_one: bool = False
+    configured: tuple[str, ...] = ()
 
 
 def plain(_config: Config) -> TensorLayout:

@@ -167,10 +167,11 @@ class Keys:
             if hybrid
             else self.size("attention.head_count_kv", heads),
             "head_dim": dim,
-            **({"rope_parameters": self._rotation_of(dim, rotates_part)} if rotates else {}),
+            **({"rope_parameters": self.rotation_of(dim, rotates_part)} if rotates else {}),
         }
 
-    def _rotation_of(self, dim: int, rotates_part: bool) -> dict[str, Any]:
+    def rotation_of(self, dim: int, rotates_part: bool) -> dict[str, Any]:
+        """dim: the numbers of a head."""
         rotated = self.size("rope.dimension_count", dim)
         if rotated > dim or (rotated != dim and not rotates_part):
             raise self.refusal(
@@ -289,9 +290,9 @@ class Keys:
             "original_max_position_embeddings": _LLAMA3_POSITIONS,
         }
 
-    def divisors(self, count: int) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-        """Of the frequencies of rotation, if rope_freqs.weight is `count` numbers in float32."""
-        tensor = self.header.tensors.get("rope_freqs.weight")
+    def divisors(self, count: int, name: str = "rope_freqs.weight") -> np.ndarray[Any, np.dtype[np.float64]] | None:
+        """Of the frequencies of rotation, if there are `count` numbers in float32 of this name."""
+        tensor = self.header.tensors.get(name)
         if tensor is None or tensor.encoding.name != "F32" or tensor.shape != (count,):
             return None
         with tensor.path.open("rb") as file:
