@@ -103,6 +103,15 @@ def each_pair(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(parameters), cases, ids=lambda value: getattr(value, "__name__", str(value)))
 
 
+def in_turn(some: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Each of some with one of the others, in turn; what is left of their combinations are further cases."""
+    return [
+        (one, other) if place == number % len(others) else further(one, other)
+        for number, one in enumerate(some)
+        for place, other in enumerate(others)
+    ]
+
+
 def first_of_each(values: Iterable[Any], of: Callable[[Any], Hashable]) -> list[Any]:
     """The first value of every kind. `of` names a value's kind."""
     found: dict[Hashable, Any] = {}

@@ -16,12 +16,14 @@ from inference_engine.kv.strategy import KVStrategy
 from inference_engine.types import Finished, GenerateParams
 from tests.engine.sessions import Clock, Gate
 from tests.facade import let_leave, store_of
-from tests.further import first_of_each, further
+from tests.further import first_of_each, further, in_turn
 from tests.kept import keeping
 from tests.laws.variants import all_strategies, drain, mechanism, text
 from tests.tiny_native import served_engine
 
 COMMON = 200
+MECHANISMS = first_of_each(all_strategies(), mechanism)
+FIRST = first_of_each(MECHANISMS, lambda one: one.name)
 SOME = GenerateParams(max_tokens=6)
 
 
@@ -114,9 +116,8 @@ def filled(engine: Engine, strategy: KVStrategy | None = None) -> None:
 @pytest.mark.parametrize(
     ("strategy", "guaranteed"),
     [
-        (one, guaranteed) if place % 2 == guaranteed else further(one, guaranteed)
-        for place, one in enumerate(first_of_each(all_strategies(), mechanism))
-        for guaranteed in (True, False)
+        *in_turn(FIRST, (True, False)),
+        *(further(one, guaranteed) for one in MECHANISMS if one not in FIRST for guaranteed in (True, False)),
     ],
     ids=str,
 )

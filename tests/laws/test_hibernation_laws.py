@@ -32,6 +32,8 @@ from tests.laws.variants import (
 from tests.tiny import SMALL
 
 PARAMS = GenerateParams(max_tokens=8, logprobs=True)
+PLACES = (109, 70)  # within the last segment of a session's history, and before
+IN_TURN = {"at": PLACES}
 
 
 def with_turns(engine: Engine, strategy: KVStrategy, *, seed: int = 0) -> str:
@@ -83,7 +85,7 @@ def test_a_session_read_from_a_file_goes_on_to_the_bit_as_one_that_never_was_in_
         assert (again.evicted_tokens, again.kv_live_bytes) == (facts.evicted_tokens, facts.kv_live_bytes)
 
 
-@each_strategy_with(in_turn={"at": (109, 70)})  # within its last segment, and before
+@each_strategy_with(in_turn=IN_TURN)
 def test_after_a_restart_a_session_goes_back_in_its_file_as_far_as_in_memory(
     tmp_path: Path, strategy: KVStrategy, at: int
 ) -> None:
@@ -142,11 +144,12 @@ DAMAGES: dict[str, tuple[str, Callable[[Path, Path], object]]] = {
 }
 
 
-# What is wrong with a file is found before its strategy matters: every mechanism has one of the kinds, in turn.
+# What is wrong with a file is found before its strategy matters: each kind of it is there once, in turn.
 FIRST = list({mechanism(each): each for each in reversed(all_strategies())}.values())
+OTHERS = [*FIRST[len(DAMAGES) :], *(each for each in all_strategies() if each not in FIRST)]
 DAMAGED: list[Any] = [
-    *zip(FIRST, cycle(DAMAGES), strict=False),
-    *(further(*case) for case in zip((each for each in all_strategies() if each not in FIRST), cycle(DAMAGES))),
+    *zip(FIRST, DAMAGES, strict=False),
+    *(further(*case) for case in zip(OTHERS, cycle(DAMAGES), strict=False)),
 ]
 
 

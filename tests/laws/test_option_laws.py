@@ -32,10 +32,10 @@ from inference_engine.types import (
 )
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.constraints import END, TOKENS
-from tests.further import further
+from tests.further import further, in_turn
 from tests.kept import after_a_kill, keeping
 from tests.laws.drafters import Knowing, Wrong
-from tests.laws.variants import drain, each_mechanism, each_mode, engine_for, text, tokens
+from tests.laws.variants import MODES, drain, each_mechanism, engine_for, text, tokens
 
 COUNT = 24
 REQUEST = bytes(16)
@@ -138,7 +138,6 @@ CASES = [
         lambda _, found, end: end.fits_constraint is False and (found[-3:] == [100, 97, 98] or found[-2:] == [98, 99]),
     ),
 ]
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
 # What a Generate keeps of its tokens differs: counts, the end of its tokens, a place in a grammar.
 RESUMED = ("penalties", "a stop sequence", "a minimum and banned ids within a constraint")
 each_case_resumed = pytest.mark.parametrize(
@@ -174,8 +173,7 @@ def plain_tokens(engine: Engine, case: Case) -> list[int]:
     return generated(engine, opened(engine), with_(sampling=case.sampling))[0]
 
 
-@each_case
-@each_mode
+@pytest.mark.parametrize(("case", "mode"), in_turn(CASES, MODES), ids=lambda value: getattr(value, "value", str(value)))
 def test_an_option_does_the_same_however_tokens_are_made(case: Case, mode: Mode) -> None:
     """Alone; without drafts; with drafters that are right, wrong and look back; beside others; launched ahead."""
     with constrained(mode) as engine:

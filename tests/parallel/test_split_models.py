@@ -79,7 +79,7 @@ def turns(engine: Engine, strategy: str = "full") -> list[list[tuple[int, float 
     for turn, sampling in enumerate((Sampling(), Sampling(temperature=0.8, seed=3))):
         for place, session in enumerate(sessions):
             engine.append(session, text(50 + 9 * place - 40 * turn, seed=10 * turn + place))
-        asked = GenerateParams(max_tokens=20, sampling=sampling)
+        asked = GenerateParams(max_tokens=12, sampling=sampling)
         found += [tokens(list(one)) for one in [engine.generate(session, asked) for session in sessions]]
     return found
 

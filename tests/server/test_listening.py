@@ -21,7 +21,6 @@ from inference_engine.server.address import resolve_bind
 from inference_engine.server.grpc_listener import GrpcDoor
 from inference_engine.server.http.chat_text import ChatText
 from inference_engine.server.run import start_server
-from kakeya.v1 import runtime_pb2 as pb
 from tests.server.http.client import MESSAGES, serving_http, tiny_chat
 from tests.server.wire import Client, connected, refused, serving
 
@@ -235,20 +234,3 @@ async def test_health_follows_the_engine(
         assert await state() == states.NOT_SERVING
     assert await state() == states.SERVING
     watch.cancel()
-
-
-async def test_no_token_label_key_or_session_id_reaches_the_log(
-    engine: Engine, key_file: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    metadata = [("authorization", f"Bearer {KEY}")]
-    async with serving(engine, api_key_file=key_file) as handle, connected(handle, metadata=metadata) as client:
-        session_id = await client.open([101, 103, 107], client_label="a-secret-label")
-        await client.generate(session_id)
-        await refused(client.append(session_id, [2**32 - 1]))
-        endless = await client.open_endless()
-        stream = client.stream(pb.GenerateRequest(session_id=endless, max_tokens=1000))
-        await stream.read()
-        stream.cancel()
-    for secret in (KEY, session_id, "a-secret-label", "4294967295", "101, 103"):
-        assert secret not in caplog.text
