@@ -28,6 +28,7 @@ from psycopg import errors as pg
 
 from inference_engine.errors import ConfigError, HistoryCorrupt, JournalAway, SessionElsewhere, counted
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.clock_jumps import ClockJumps
 from inference_engine.session.journal import (
     OPENED,
     SAFE,
@@ -144,6 +145,7 @@ class PostgresJournal(KeptJournal):
             undo.callback(self._lease.stop)
             self._db.commits_for(replica, self._lease.epoch)
             self._look_at_clock(self._db)
+            self._jumps = ClockJumps(self._now, even_clock)
             self._tables = PostgresTables(self._db, replica, self._lease.epoch, self._now)
             self._tables.note_cut()
             with self._reading() as reader:
