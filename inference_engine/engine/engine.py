@@ -287,7 +287,7 @@ class Engine:
             strategy, limit = parent.kv.strategy, parent.limit_tokens
             limit = limit if limit_tokens is None else self._arguments.limit(strategy, limit_tokens)
             session = open_fork(self._store, self._scheduler, parent, at_position, limit, label)
-            return SessionForked.of(session), session
+            return SessionForked.of(session, self._scheduler.snapshots.foreseen(session)), session
 
         asked = () if at_position is None else (at_position,)
         content = (session_id, call.expected_history_length, limit_tokens, label, *asked)
@@ -304,7 +304,7 @@ class Engine:
 
         def rewind(session: Session) -> tuple[SessionForked, Session]:
             rewound = open_rewound(self._store, self._scheduler, session, position)
-            return SessionForked.of(rewound), rewound
+            return SessionForked.of(rewound, self._scheduler.snapshots.foreseen(rewound)), rewound
 
         content = (session_id, call.expected_history_length, position)
         return self._calls.once(self._calls.rewound, call, rewind, lambda: content)

@@ -44,6 +44,7 @@ def open_fork(
         store.unpin(parent, fork)
         store.close(fork.session_id, fork.owner)
         raise
+    scheduler.snapshots.forked(parent, fork)
     return fork
 
 

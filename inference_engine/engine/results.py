@@ -42,8 +42,9 @@ class SessionForked(SessionOpened):
     """As SessionOpened, for a session that begins with tokens of another: a fork, or one that went back.
 
     shared_bytes: bytes of K/V that it reads in another's memory; its own bound does not include them.
-    prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before and no copy in a file has
-    K/V of some; None: the reply is one that an older program has kept.
+    prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before; at most so many if it is
+    read from a copy in a file: some strategies see only then what they can have of it. None: the reply is one that an
+    older program has kept.
     is_replayed: an earlier call with the same request id made it.
     """
 
@@ -53,13 +54,14 @@ class SessionForked(SessionOpened):
     is_replayed: bool = False
 
     @staticmethod
-    def of(session: Session) -> SessionForked:
+    def of(session: Session, found: int = 0) -> SessionForked:
+        """found: so many of its first tokens have K/V in a copy."""
         length = len(session.history)
         return SessionForked(
             **_guarantees(session),
             history_length=length,
             shared_bytes=session.kv.shared_bytes,
-            prefill_tokens=session.kv.pending(length),
+            prefill_tokens=session.kv.pending(length, found=found),
         )
 
 

@@ -3,6 +3,7 @@
     idle        saved, a piece between two steps; given up if the session is used meanwhile
     used        if its K/V is gone: read from the file, checked, and put in place; then only the rest is prefilled
     rewound     its file is the new session's, which reads it up to where both are alike
+    forked      the fork reads its file likewise, if it was not in memory
     begun like  by a session without a copy of its own: what both begin with is kept in memory, as of a closed session
 
 Correctness never depends on a file: where anything of one does not agree, the K/V is computed from the history, which
@@ -19,9 +20,9 @@ import secrets
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -80,7 +81,7 @@ class _Reading:
     """A copy that is being read for a session whose Generate waits for it.
 
     tokens: so many of its first ones both have; None: all of it is the session's. is_own: is it a copy of what the
-    session, or the one that was rewound to it, had?
+    session, or the one that was rewound to it or that it was forked from, had?
     """
 
     record: CopyRecord
@@ -88,6 +89,18 @@ class _Reading:
     is_own: bool
     copy: Future[Saved]
     began: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How many first tokens of a session have K/V in a copy. source: the session that the copy is of; "": itself.
+
+    expected: what the file says if that is so, as far as only the file knows: it is from before this start.
+    """
+
+    tokens: int
+    source: str = ""
+    expected: Mapping[str, str] | None = None
 
 
 class Hibernation:
@@ -122,8 +135,8 @@ class Hibernation:
         # Sessions whose Generates may begin, and wait for a copy: in this round of the loop, and in the one before.
         self._asking: set[Session] = set()
         self._asked: set[Session] = set()
-        # Of sessions that were rewound: how many first tokens have K/V in the copies that they took over.
-        self._cuts: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
+        # Of sessions that were saved since the start, that began with another's tokens, or both.
+        self._cuts: WeakKeyDictionary[Session, _Cut] = WeakKeyDictionary()
         self._prefill_seconds = 0.0  # a token; 0: not known yet
         self._read_seconds = 0.0  # a byte
         self._writer = ThreadPoolExecutor(1, "kakeya-copy-writer")
@@ -284,7 +297,7 @@ class Hibernation:
             CopyRecord(session.session_id, session.owner, saving.file, saving.facts.length, nbytes, header_crc),
             saving.digests,
         )
-        self._cuts.pop(session, None)
+        self._cuts[session] = _Cut(saving.facts.length)
         self._metrics.copies_saved.labels("saved").inc()
         self._metrics.copy_save_seconds.observe(time.perf_counter() - saving.began)
 
@@ -338,7 +351,9 @@ class Hibernation:
             if session.is_closed:  # its history is gone; the Generate ends in the next round
                 return None
             expected = {"fingerprint": self._fingerprint(session)}
-            if tokens is None:
+            if (cut := self._cuts.get(session)) is not None and is_own and cut.expected is not None:
+                expected = dict(cut.expected)
+            elif tokens is None:
                 expected = CopyFacts.of(expected["fingerprint"], session.history, record.length).as_text()
         copy = self._reader.submit(read_copy, self._index.folder / record.file, expected, record.header_crc)
         copy.add_done_callback(lambda _: self._wake())
@@ -348,14 +363,8 @@ class Hibernation:
     def _wanted(self, session: Session, found: Callable[[], int]) -> tuple[CopyRecord | None, int | None]:
         """Its own copy, if that has more than was `found` in memory, and reading it is worth that; and how many tokens
         of it both have, if not all."""
-        kv = session.kv
-        if kv.length > kv.base or session.is_transient:
-            return None, None
-        record = self._index.find(session.session_id)
-        if record is None or kv.base >= record.length:
-            return None, None
-        tokens = self._cut(session, record)
-        if tokens is not None and (tokens <= kv.base or not kv.would_keep(tokens, record.length)):
+        record, tokens = self._own(session)
+        if record is None:
             return None, None
         if (more := (record.length if tokens is None else tokens) - found()) <= 0:
             return None, None
@@ -364,12 +373,26 @@ class Hibernation:
             return None, None
         return record, tokens
 
+    def _own(self, session: Session) -> tuple[CopyRecord | None, int | None]:
+        """The copy that it would be read from, and how many tokens of it both have, if not all."""
+        kv, record = session.kv, self._copy_of(session)
+        if kv.length > kv.base or session.is_transient or record is None or kv.base >= record.length:
+            return None, None
+        tokens = self._cut(session, record)
+        if tokens is not None and (
+            tokens <= kv.base
+            or not kv.would_keep(tokens, record.length)
+            or (kv.limit_tokens is not None and record.length > kv.limit_tokens)
+        ):
+            return None, None
+        return record, tokens
+
     def _cut(self, session: Session, record: CopyRecord) -> int | None:
         """Of how many first tokens its copy has K/V that belongs to it, where that is not all: of a session that was
-        rewound to it."""
+        rewound to it, or that it was forked from."""
         length = entries_kept(len(session.history))
         if (known := self._cuts.get(session)) is not None:
-            return None if known >= record.length else min(known, length)
+            return None if known.tokens >= record.length else min(known.tokens, length)
         # From before this start: what both begin with, up to a border. Where all does that is known, the file will say.
         tokens, is_all = self._in_common(session, record)
         return None if is_all and record.length <= len(session.history) else min(tokens, length)
@@ -434,10 +457,13 @@ class Hibernation:
         """Of a copy of other tokens at its end: is it that of a session that was rewound, before this start, to this
         one? Then it is taken up to the last border that both are known to have."""
         is_foreign = isinstance(error, CopyUnusable) and error.outcome == "foreign"
-        if not (is_foreign and reading.is_own and reading.tokens is None) or session in self._cuts:
+        cut = self._cuts.get(session)
+        is_known = cut is not None and cut.expected is None
+        if not (is_foreign and reading.is_own) or is_known or (cut is None and reading.tokens is not None):
             return False
-        self._cuts[session], _ = self._in_common(session, reading.record)
-        return self._cuts[session] > session.kv.base
+        common, _ = self._in_common(session, reading.record)
+        self._cuts[session] = _Cut(common) if cut is None else _Cut(min(common, cut.tokens), cut.source)
+        return self._cuts[session].tokens > session.kv.base
 
     def _not_usable(self, session: Session, reading: _Reading, error: Exception) -> None:
         outcome = error.outcome if isinstance(error, CopyUnusable) else "failed"
@@ -459,23 +485,53 @@ class Hibernation:
             extra=_about(session),
         )
         self._metrics.copies_read.labels(outcome).inc()
+        self._cuts.pop(session, None)
         self._index.drop(session.session_id)
 
     def keep_for_rewind(self, session: Session) -> Rewound:
         # What is in memory is taken over there, and newer.
-        lent = None if session.kv.length > session.kv.base else self._index.lend(session.session_id)
+        cut = self._begins_as(session)
+        lent = None if cut is None else self._index.lend(session.session_id)
 
         def rewound(new: Session | None) -> None:
-            if lent is None:
-                return
             if new is None:
-                self._index.give_up(lent)
-                return
-            before = self._cuts.get(session, lent.record.length)
-            self._cuts[new] = min(before, entries_kept(len(new.history)))
-            self._index.hand_over(lent, new.session_id)
+                if lent is not None:
+                    self._index.give_up(lent)
+            elif cut is not None:
+                tokens = min(cut.tokens, entries_kept(len(new.history)))
+                self._cuts[new] = replace(cut, tokens=tokens, source=cut.source if lent is None else "")
+                if lent is not None:
+                    self._index.hand_over(lent, new.session_id)
 
         return rewound
+
+    def forked(self, parent: Session, fork: Session) -> None:
+        if not fork.kv.context.geometry.rotates_as(parent.kv.context.geometry):
+            return
+        if (cut := self._begins_as(parent)) is not None:
+            self._cuts[fork] = replace(cut, tokens=min(cut.tokens, entries_kept(len(fork.history))))
+
+    def _begins_as(self, session: Session) -> _Cut | None:
+        """What one that begins like this session may be read from; None: from nothing, or this one is in memory."""
+        cut, record = self._cuts.get(session), self._copy_of(session)
+        if record is None or session.kv.length > session.kv.base:
+            return None
+        if cut is not None:
+            return replace(cut, source=record.session_id)
+        if record.length > len(session.history):  # it was rewound before this start
+            return _Cut(self._in_common(session, record)[0], record.session_id)
+        facts = CopyFacts.of(self._fingerprint(session), session.history, record.length)
+        return _Cut(record.length, record.session_id, facts.as_text())
+
+    def _copy_of(self, session: Session) -> CopyRecord | None:
+        record, cut = self._index.find(session.session_id), self._cuts.get(session)
+        return record if record is not None or cut is None or not cut.source else self._index.find(cut.source)
+
+    def foreseen(self, session: Session) -> int:
+        record, tokens = self._own(session)
+        if record is None or not session.kv.parts or not self._pays(record.nbytes, found := tokens or record.length):
+            return 0
+        return found
 
     def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a snapshot may have them: remove it."""

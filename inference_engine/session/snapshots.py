@@ -9,8 +9,8 @@ from inference_engine.session.session import Session
 
 
 class Snapshots(Protocol):
-    """The engine's thread calls all of it, but `keep_for_rewind`, and `close`, after that has ended. See
-    `Hibernation`.
+    """The engine's thread calls all of it, but `keep_for_rewind`, `forked` and `foreseen`, which any may call, and
+    `close`, after that has ended. See `Hibernation`.
     """
 
     def prefilled(self, tokens: int, seconds: float) -> None:
@@ -29,7 +29,13 @@ class Snapshots(Protocol):
         """
 
     def keep_for_rewind(self, session: Session) -> Rewound:
-        """Any thread: the session is about to be rewound, and its snapshot goes with it: keep that for the new one."""
+        """The session is about to be rewound, and its snapshot goes with it: keep that for the new one."""
+
+    def forked(self, parent: Session, fork: Session) -> None:
+        """The fork of a session that the caller holds: it may be read from its parent's snapshot."""
+
+    def foreseen(self, session: Session) -> int:
+        """How many first tokens of an empty session would be read from a snapshot."""
 
     def invalidate(self, session: Session) -> None:
         """Entries of the session cannot be trusted, and a snapshot may have them."""
@@ -65,6 +71,12 @@ class NoSnapshots:
 
     def keep_for_rewind(self, session: Session) -> Rewound:
         return lambda _: None
+
+    def forked(self, parent: Session, fork: Session) -> None:
+        pass
+
+    def foreseen(self, session: Session) -> int:
+        return 0
 
     def invalidate(self, session: Session) -> None:
         pass

@@ -125,6 +125,29 @@ def test_after_a_restart_a_session_goes_back_in_its_file_as_far_as_in_memory(
         assert kept - SMALL["segment_tokens"] <= cached <= kept or (has_states and not cached)
 
 
+@each_mechanism
+@pytest.mark.parametrize("goes_back", [True, False], ids=["rewound", "forked"])
+def test_after_a_restart_what_was_appended_behind_a_cut_is_not_read_from_the_file(
+    tmp_path: Path, strategy: KVStrategy, goes_back: bool
+) -> None:
+    make, folder = made_in(Mode.BATCHED), tmp_path / "state"
+    with engine_for(Mode.BATCHED) as never_saved:
+        twin = never_saved.rewind_session(with_turns(never_saved, strategy), 40).session_id
+        never_saved.append(twin, text(60, seed=8))
+        expected, _ = go_on(never_saved, twin)
+    with keeping(folder, make=make) as engine:
+        session = with_turns(engine, strategy)
+        save_copies(engine, folder)
+        drop_entries(engine, session)
+        session = engine.rewind_session(session, 40).session_id
+        engine.append(session, [*text(60, seed=8), 1, 2, 3])
+    with keeping(folder, make=make) as engine:
+        copies_known(engine)
+        engine.recall(session)
+        new = engine.rewind_session(session, 100) if goes_back else engine.fork_session(session, at_position=100)
+        assert same(go_on(engine, new.session_id)[0], expected, Mode.BATCHED)
+
+
 def shorten(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 

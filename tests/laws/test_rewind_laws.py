@@ -136,20 +136,27 @@ def test_a_session_that_was_dropped_or_hibernated_goes_back_too(tmp_path: Path, 
     def make(**settings: Any) -> Engine:
         return engine_for(Mode.BATCHED, hibernate="always", **settings)
 
-    with keeping(tmp_path / "state", make=make) as engine:
-        said = []
-        for ending in ("", "dropped", "hibernated"):
-            session = with_turns(engine, strategy)
-            if ending == "hibernated":
-                assert save_copies(engine, tmp_path / "state")
-            if ending:
-                drop_entries(engine, session)
-            rewound = engine.rewind_session(session, 113)
-            # It does not know what a file has.
-            said_before = None if ending == "hibernated" else rewound.prefill_tokens
-            said.append(goes_on(engine, rewound.session_id, said_before))
-        assert same(said[0], said[1], Mode.BATCHED)
-        assert same(said[0], said[2], Mode.BATCHED)
+    with keeping(tmp_path / "state", make=make, share_prefixes="off") as engine:
+        for goes_back in (True, False):
+            said = []
+            for ending in ("", "dropped", "hibernated"):
+                session = with_turns(engine, strategy)
+                if ending == "hibernated":
+                    assert save_copies(engine, tmp_path / "state")
+                if ending:
+                    drop_entries(engine, session)
+                new = (
+                    engine.rewind_session(session, 113) if goes_back else engine.fork_session(session, at_position=113)
+                )
+                if not goes_back and ending == "hibernated":  # and one of its own, before it was read itself
+                    new = engine.fork_session(new.session_id)
+                prefills = said[0][1] if ending == "hibernated" else new.prefill_tokens
+                said.append((goes_on(engine, new.session_id, prefills), new.prefill_tokens))
+            # Some strategies know only when they have memory again what they can have of a file.
+            assert said[1][1] == 113 and said[2][1] in (said[0][1], 113)
+            assert "full" not in str(strategy) or said[2][1] < 10
+            assert same(said[0][0], said[1][0], Mode.BATCHED)
+            assert same(said[0][0], said[2][0], Mode.BATCHED)
 
 
 @pytest.mark.parametrize("growth", ["best_effort", "guaranteed"])
