@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
 def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
     """Every check with its finding, one at a time. An error that a check raises becomes its finding.
 
-    Without the model, checks of it would all say that it is not there: they are left out.
+    Without the model, checks of it would all say that it is not there: they are left out. So are those that come after
+    one to which the system refused something: libraries are loaded then as far as they came.
     """
     left_out: tuple[str, ...] = ()
     for name, check in CHECKS.items():
@@ -101,9 +102,10 @@ def examine(found: Settings) -> Iterator[tuple[str, Finding]]:
         try:
             yield name, check(found)
         except (KakeyaError, OSError, MemoryError) as error:
-            text = str(error) if isinstance(error, KakeyaError) else process.explained(error)
-            if name == "model":
-                left_out = OF_THE_MODEL
+            is_known = isinstance(error, KakeyaError)
+            text = str(error) if is_known else process.explained(error)
+            if name == "model" or (name in OF_THE_MODEL[:-1] and not is_known):
+                left_out = OF_THE_MODEL[OF_THE_MODEL.index(name) + 1 if name in OF_THE_MODEL else 0 :]
                 text += f"; not checked without it: {', '.join(left_out)}"
             yield name, Finding(Level.FAIL, text)
 

@@ -176,6 +176,18 @@ def test_what_the_system_refuses_to_one_check_is_its_finding_and_the_others_go_o
     assert found["self test"][0] == "ok"
 
 
+def test_after_a_library_was_loaded_in_part_nothing_is_checked_that_needs_it(
+    tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    monkeypatch.setitem(CHECKS, "executor", Mock(side_effect=missing))
+    monkeypatch.setitem(CHECKS, "family", Mock(side_effect=AssertionError("it is registered already")))
+    assert doctor("--model", tiny_folder) == 1
+    found = lines(capsys.readouterr().out)
+    assert found["executor"][1].endswith("name one with TMPDIR; not checked without it: family, tokenizer, self test")
+    assert {*CHECKS} - {*found} == {"family", "tokenizer", "self test"}
+
+
 def test_a_port_in_use_is_a_warning(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         bind = f"127.0.0.1:{taken.getsockname()[1]}"
