@@ -192,6 +192,22 @@ def test_a_rule_is_that_of_its_paper_however_its_tokens_come(sizes: StateSizes, 
         assert np.array_equal(other.memory, rule.memory), level
 
 
+@pytest.mark.parametrize("kind", RULES)
+def test_what_has_decayed_leaves_no_number_below_the_normal_ones(kind: str) -> None:
+    """A processor may take a hundred times as long for those."""
+    rule = Rule(SIZES[0], kind)
+    inputs, gates = inputs_for(rule, 40)
+    inputs[1:CHUNK] = 0.0  # nothing is added to what the first tokens have left
+    lost = np.array([6.0, 11.0, 23.0, 80.0]) / np.exp(rule.decay)  # of each head, in the logarithm, by each token
+    gates[:, -4:] = np.log(np.expm1(lost)) - rule.bias
+    expected, found = rule.plain(inputs, gates), []
+    for first, end in ((0, CHUNK), (CHUNK, 40)):
+        found.append(rule.step(inputs[first:end], gates[first:end]))
+        kept = np.abs(rule.memory[rule.memory != 0])
+        assert kept.min() >= np.finfo(np.float32).tiny
+    assert np.abs(np.concatenate(found) - expected).max() < ROUNDING * np.abs(expected).max()
+
+
 def with_draft(
     inputs: NDArray[np.float32], gates: NDArray[np.float32], at: int, count: int
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

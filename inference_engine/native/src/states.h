@@ -132,20 +132,45 @@ struct ChunkEntries {
   int64_t count;
 };
 
+// exp(log) of what has decayed, where it counts: less than this, of numbers like these, is rounded away by what came
+// later. Left as they are, such shares make numbers that are below the normal ones, for which a processor may take a
+// hundred times as long.
+INLINE float share_of(float log) { return log < -69.0f ? 0.0f : std::exp(log); }
+
+template <int ROWS, int COLUMNS>
+INLINE int64_t fold_rows(const float* matrix, const ChunkEntries& entries, const float* factors, float decay,
+                         int64_t values, int64_t column, float* out) {
+  for (; column + COLUMNS * LANES <= values; column += COLUMNS * LANES) {
+    F totals[ROWS][COLUMNS];
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < COLUMNS; c++)
+        totals[r][c] = mul(load(matrix + r * values + column + c * LANES), all(decay));
+    for (int64_t p = 0; p < entries.count; p++)
+      for (int r = 0; r < ROWS; r++) {
+        F factor = all(factors[r * entries.count + p]);
+        for (int c = 0; c < COLUMNS; c++)
+          totals[r][c] = fma(factor, load(entries.values[p] + column + c * LANES), totals[r][c]);
+      }
+    for (int r = 0; r < ROWS; r++)
+      for (int c = 0; c < COLUMNS; c++) store(out + r * values + column + c * LANES, totals[r][c]);
+  }
+  return column;
+}
+
 // out = matrix · decay + Σ key ⊗ value · decay since then. out may be matrix.
 static void fold(const float* matrix, const ChunkEntries& entries, int64_t keys, int64_t values, float* out) {
+  constexpr int ROWS = 4;  // keys are a multiple of it
   static thread_local Scratch weight_memory;
-  float *weights = weight_memory.of<float>(2 * entries.count), *factors = weights + entries.count;
-  float last = entries.decays[entries.count - 1], decay = std::exp(last);
-  for (int64_t p = 0; p < entries.count; p++) weights[p] = std::exp(last - entries.decays[p]);
-  for (int64_t i = 0; i < keys; i++) {
-    for (int64_t p = 0; p < entries.count; p++) factors[p] = entries.keys[p][i] * weights[p];
-    for (int64_t column = 0; column < values; column += LANES) {
-      F total = mul(load(matrix + i * values + column), all(decay));
-      for (int64_t p = 0; p < entries.count; p++)
-        total = fma(all(factors[p]), load(entries.values[p] + column), total);
-      store(out + i * values + column, total);
-    }
+  int64_t count = entries.count;
+  float *weights = weight_memory.of<float>((1 + ROWS) * count), *factors = weights + count;
+  float last = entries.decays[count - 1], decay = share_of(last);
+  for (int64_t p = 0; p < count; p++) weights[p] = share_of(last - entries.decays[p]);
+  for (int64_t i = 0; i < keys; i += ROWS) {
+    for (int r = 0; r < ROWS; r++)
+      for (int64_t p = 0; p < count; p++) factors[r * count + p] = entries.keys[p][i + r] * weights[p];
+    const float* from = matrix + i * values;
+    int64_t column = fold_rows<ROWS, 2>(from, entries, factors, decay, values, 0, out + i * values);
+    fold_rows<ROWS, 1>(from, entries, factors, decay, values, column, out + i * values);
   }
 }
 
@@ -219,10 +244,10 @@ static void run_head(const StateLayer& l, const StateSpan& span, int64_t head, c
       int64_t n = position - start, entries = n;
       const float* query = r.inputs + row(position) * r.input_width + r.queries_at + key_at;
       const float *by_key = reads + 2 * n * values, *by_query = by_key + values;
-      float decay = std::exp(decays[n]), beta = CORRECTS ? r.gates[row(position) * r.gate_width + head] : 0.0f;
+      float decay = share_of(decays[n]), beta = CORRECTS ? r.gates[row(position) * r.gate_width + head] : 0.0f;
       float *key_weights = weights, *query_weights = weights + l.chunk;
       for (int64_t p = 0; p < entries; p++) {
-        float weight = std::exp(decays[n] - decays[p]);
+        float weight = share_of(decays[n] - decays[p]);
         if (CORRECTS) key_weights[p] = dot_of(own_keys[n], own_keys[p], keys) * weight;
         query_weights[p] = dot_of(query, own_keys[p], keys) * weight;
       }
