@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_engine.kv.geometry import UNROTATED, LayerGeometry
+from inference_engine.kernels.states import CHUNK, ROOM, StateLayer
+from inference_engine.kv.geometry import UNROTATED, LayerGeometry, OpenChunk, Recurrent, StateTensor
 from inference_engine.models.families import ListConfig
+from inference_engine.models.operations import StepList
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,3 +80,30 @@ class ModelSpec:
         first, second = own.chunk(2, dim=-1)
         turned = own * cos + torch.cat((-second, first), dim=-1) * sin
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def recurrent_of(steps: StepList, layers: int, *, is_numbered: bool = False) -> tuple[Recurrent | None, ...]:
+    """By layer of the model, of so many, what it keeps of the history; () if no layer does."""
+    chunk = OpenChunk(CHUNK, ROOM, is_numbered=is_numbered)
+    found = {one.layer: Recurrent((StateTensor((one.numbers(ROOM),), "float32", 4),), chunk) for one in steps.states}
+    return tuple(found.get(number) for number in range(layers)) if found else ()
+
+
+def state_layers(steps: StepList) -> tuple[StateLayer, ...]:
+    """Of each of its states, where in the memory of a session it begins: by layer, one behind the other."""
+    found: list[StateLayer] = []
+    offset = 0
+    for one in steps.states:
+        found.append(
+            StateLayer(
+                channels=one.channels,
+                taps=one.taps,
+                key_heads=one.key_heads,
+                value_heads=one.value_heads,
+                key_dim=one.key_dim,
+                value_dim=one.value_dim,
+                offset=offset,
+            )
+        )
+        offset += one.numbers(ROOM)
+    return tuple(found)

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference_engine.backends.fused_operations import FusedAttend, FusedExperts, FusedProduct, NormStep, fuse
+from inference_engine.backends.model_spec import recurrent_of, state_layers
 from inference_engine.backends.ranks.causal_plan import CausalPlan
 from inference_engine.backends.ranks.group import ALONE, RankGroup
 from inference_engine.backends.ranks.split_list import of_rank
@@ -29,7 +30,6 @@ from inference_engine.kernels.fused import SQUARES, ExpertMatrices, Fused, Laten
 from inference_engine.kernels.fused import mix_experts as plain_mixture
 from inference_engine.kernels.quantised import Matrix, QuantisedMatrix, joined
 from inference_engine.kernels.states import (
-    CHUNK,
     ROOM,
     STATE_FIELDS,
     StateKernels,
@@ -38,7 +38,7 @@ from inference_engine.kernels.states import (
     by_scan,
     enter_span,
 )
-from inference_engine.kv.geometry import ONE_ROTARY, OpenChunk, Recurrent, StateTensor
+from inference_engine.kv.geometry import ONE_ROTARY, Recurrent
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.plan import StepPlan
 from inference_engine.models.checkpoint import text_name
@@ -70,7 +70,6 @@ from inference_engine.models.operations import (
     SigmoidGate,
     Slice,
     Softcap,
-    StepList,
     Tap,
 )
 from inference_engine.models.quantised_linear import QuantisedLinear
@@ -153,7 +152,7 @@ class OpListExecutor:
                     self._join(matrices, names)
                 self._join(operation.product.biases, names)
         self._latents = {each: self._latent(each) for each in self._operations if isinstance(each, AttendLatent)}
-        self._layers = _state_layers(self.steps)
+        self._layers = state_layers(self.steps)
         self._numbers = {
             operation: self._numbers_of(operation)
             for operation in self._operations
@@ -163,13 +162,7 @@ class OpListExecutor:
     @property
     def states(self) -> tuple[Recurrent | None, ...]:
         """By layer of the model, what it keeps of the history; () if no layer does."""
-        found = {
-            one.layer: Recurrent(
-                (StateTensor((one.numbers(ROOM),), "float32", 4),), OpenChunk(CHUNK, ROOM, is_numbered=True)
-            )
-            for one in self.steps.states
-        }
-        return tuple(found.get(number) for number in range(len(self._seam.reads))) if found else ()
+        return recurrent_of(self.steps, len(self._seam.reads), is_numbered=True)
 
     def settle(self, states: Tensor, held: int, kept: int, staged: int) -> None:
         """`Settle` of `kv/context.py`."""
@@ -631,26 +624,6 @@ def _slice(executor: OpListExecutor, operation: Slice, state: _State) -> None:
 @KERNELS.of(Embed, Norm, Rotate, Add, Gated, Multiply, Scale, Tap, Select, Softcap)
 def _plain(_: OpListExecutor, operation: Operation, state: _State) -> None:
     operation.plain(state)
-
-
-def _state_layers(steps: StepList) -> tuple[StateLayer, ...]:
-    """Of each of its states, where in the memory of a session it begins: by layer, one behind the other."""
-    found: list[StateLayer] = []
-    offset = 0
-    for one in steps.states:
-        found.append(
-            StateLayer(
-                channels=one.channels,
-                taps=one.taps,
-                key_heads=one.key_heads,
-                value_heads=one.value_heads,
-                key_dim=one.key_dim,
-                value_dim=one.value_dim,
-                offset=offset,
-            )
-        )
-        offset += one.numbers(ROOM)
-    return tuple(found)
 
 
 def _halved(cos: Tensor, sin: Tensor, pairs: int) -> RopeTable:

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from inference_engine.backends.mlx.bridge import as_mlx, as_torch
 from inference_engine.backends.mlx.forward import _Together
+from inference_engine.backends.mlx.operation_kernels import AttendCall
 from inference_engine.kernels.ops import DeviceOps
 from inference_engine.kv.geometry import LayerGeometry
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategy import KVStrategy
-from inference_engine.models.operations import Attend
 from tests.further import off_metal, one_of_each
 from tests.laws import test_session_kv_laws as laws
 from tests.laws.variants import all_strategies, mechanism
@@ -48,8 +48,9 @@ class MlxPlan(StepPlan):
         assert keys is not None and values is not None, "nothing has written them"
         MlxPlan.attended += 1
         together = _Together(self, Layers(), self.pools[self.pool.address], self.uses_metal)  # type: ignore[arg-type]
-        operation = Attend(input="", output="", layer=layer, **words)
-        out = together(operation, *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values)))
+        out = together(
+            AttendCall(layer, **words), *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values))
+        )
         mx.eval(out, *together.written())
         together.write()
         return as_torch(out).view(1, out.shape[0], *queries.shape[1::2])

@@ -12,62 +12,50 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from inference_engine.backends.mlx import region_attention as attention
 from inference_engine.backends.mlx.forward import _ByPlan
+from inference_engine.backends.mlx.operation_kernels import AttendCall
 from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, text_generator
+from inference_engine.errors import NotOnMlx
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kernels.reads import BlockRead
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
-from inference_engine.models.operations import Attend, NoStepListError
 from tests.admissions import traits_of
+from tests.backends.test_latent_families import SIZES
 from tests.further import off_metal, off_metal_test
 from tests.mlx.tiny import tiny_mlx
 from tests.native.test_forward import FAMILIES, Sessions, ids_of
 from tests.tiny import VOCABULARY, tiny_forward
 
-# Beginnings of their names.
-WITHOUT_KERNELS = (
-    "qwen3_5",
-    "qwen3_next",
-    "lfm2",
-    "granitemoe",
-    "olmo_hybrid",
-    "gemma4",
-    "bamba",
-    "falcon_h1",
-    "nemotron",
-)
+# And of those whose attention is latent: experts in groups; queries that are compressed or not.
+LATENT = {
+    "deepseek_v3": DeepseekV3Config(**SIZES),
+    "deepseek_v2": DeepseekV2Config(**SIZES | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "glm4_moe_lite": Glm4MoeLiteConfig(num_hidden_layers=3),
+}
+ON_MLX = FAMILIES | LATENT
+FIRST = ("llama", "gemma3", "gemma4", "qwen3_5", "granitemoehybrid", "deepseek_v3")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        each if each in ("llama", "gemma3") else off_metal(each)
-        for each in FAMILIES
-        if not each.startswith(WITHOUT_KERNELS)
-    ],
-)
+@pytest.mark.parametrize("family", [each if each in FIRST else off_metal(each) for each in ON_MLX])
 def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
-    config, kind = text_generator(FAMILIES[family])
+    config, kind = text_generator(ON_MLX[family])
     sizes = TwinSizes(head_dim=32, kv_heads=1) if family == "qwen2" else TwinSizes()
     traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
 
 
-@pytest.mark.parametrize(
-    "family",
-    [each if each == "qwen3_5" else off_metal(each) for each in FAMILIES if each.startswith(WITHOUT_KERNELS)],
-)
-def test_a_family_is_refused_by_the_operations_that_are_missing(family: str) -> None:
-    config, kind = text_generator(FAMILIES[family])
-    with pytest.raises(NoStepListError, match="MLX has no kernel for "):
-        try_list(kind, config, traits_of(config, kind))
+def test_the_kernel_in_metal_is_refused_for_entries_whose_keys_and_values_share_numbers() -> None:
+    config, kind = text_generator(LATENT["deepseek_v3"])
+    with pytest.raises(NotOnMlx, match="leave kernels at auto"):
+        try_list(kind, config, traits_of(config, kind), uses_metal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, off_metal(torch.float16)], ids=str)
@@ -135,7 +123,9 @@ def test_a_step_that_wants_no_logits_asks_for_nothing_of_no_rows(monkeypatch: py
     assert np.array_equal(np.array(tapped), np.array(also_tapped))
 
 
-def attending_to_nothing(operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+def attending_to_nothing(
+    call: AttendCall, queries: mx.array, keys: mx.array | None, values: mx.array | None
+) -> mx.array:
     return queries.reshape(len(queries), -1)
 
 

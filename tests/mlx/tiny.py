@@ -21,9 +21,14 @@ multiply_float32_in_full()  # laws on MLX do not call `open_mlx`
 
 @lru_cache(maxsize=8)
 def tiny_mlx(
-    *, seed: int = 0, windowed: bool = True, dtype: torch.dtype = torch.float32, uses_metal: bool = False
+    *,
+    seed: int = 0,
+    windowed: bool = True,
+    dtype: torch.dtype = torch.float32,
+    uses_metal: bool = False,
+    hybrid: str = "",
 ) -> MlxForward:
-    model = tiny_model(seed=seed, windowed=windowed, attention=ATTENTION)
+    model = tiny_model(seed=seed, windowed=windowed, hybrid=hybrid, attention=ATTENTION)
     checkpoint = LoadedTensors.of_model(model.state_dict())
     spec = spec_of_seam(Seam(model))
     program = MLXProgram(spec, checkpoint, checkpoint.names(), MLX_DTYPES[dtype])

@@ -27,21 +27,22 @@ from torch import Tensor
 from inference_engine.backends.base import Borrower, EmbeddingAndHead, NeverFails, Result, Step, T
 from inference_engine.backends.mlx.bridge import MLX_DTYPES, as_mlx, as_torch
 from inference_engine.backends.mlx.device import usable_bytes
+from inference_engine.backends.mlx.operation_kernels import AttendCall
 from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.mlx.reading import readings
 from inference_engine.backends.mlx.region_attention import attend, part_of
-from inference_engine.backends.model_spec import ModelSpec
-from inference_engine.errors import BackendError
+from inference_engine.backends.mlx.step_states import StepStates, settle
+from inference_engine.backends.model_spec import ModelSpec, recurrent_of
+from inference_engine.errors import BackendError, NotOnMlx
 from inference_engine.kernels.by_session import attend_by_session
 from inference_engine.kernels.mlx.ragged_attention import FEW_QUERIES, attend_ragged, lines_of, parts_of
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
+from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.views import StagedQueries
-from inference_engine.models.operations import Attend
 from inference_engine.types import ModelFacts
 
 
@@ -56,13 +57,22 @@ class MlxForward(NeverFails):
     def __init__(
         self, spec: ModelSpec, facts: ModelFacts, program: MLXProgram, *, dtype: torch.dtype, uses_metal: bool = False
     ) -> None:
-        """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel."""
+        """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel.
+
+        Raises NotOnMlx for entries that this kernel does not read.
+        """
+        if uses_metal and not all(layer.entry.is_even for layer in spec.layers):
+            raise NotOnMlx(
+                "kernels=metal reads keys and values of one size, side by side, and this model's share numbers; leave "
+                "kernels at auto"
+            )
         self.spec = spec
         self.facts = facts
         self.compute_dtype = dtype
         self.device = torch.device("cpu")  # where torch works on what MLX computes: the memory is that of both
         self._program = program
         self._uses_metal = uses_metal
+        self._states = recurrent_of(program.steps, len(spec.reads))
         self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
         # By the address that torch has of a pool: it may have several views.
         self._pools: dict[int, mx.array] = {}
@@ -80,6 +90,7 @@ class MlxForward(NeverFails):
         return Geometry(
             layers=self.spec.layers,
             reads=self.spec.reads,
+            states=self._states,
             itemsize=self.compute_dtype.itemsize,
             trained_positions=self.spec.trained_positions,
             short_positions=self.spec.short_positions,
@@ -107,7 +118,17 @@ class MlxForward(NeverFails):
 
         pool = Pool(geometry, capacity_bytes, zeros)
         weakref.finalize(pool, self._pools.pop, pool.address, None)
-        return KVContext(geometry=geometry, pool=pool, rotate=self._rotate, device=self.device, ops=self._ops)
+        return KVContext(
+            geometry=geometry,
+            pool=pool,
+            rotate=self._rotate,
+            device=self.device,
+            ops=self._ops,
+            settle=self._settle,
+        )
+
+    def _settle(self, states: Tensor, held: int, kept: int, staged: int) -> None:
+        settle(states, self._program.state_layers, held, kept, staged)
 
     def _rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """In float32, whatever the keys are kept in: they are rounded once, when they are written."""
@@ -115,18 +136,22 @@ class MlxForward(NeverFails):
 
     def run(self, step: Step) -> Result:
         plan = step.plan
+        pool = self._pools[plan.pool.address]
+        states = StepStates(plan, pool, self.compute_dtype.itemsize) if self._states else None
         attention: _Together | _ByPlan = _ByPlan(plan)
         if plan.is_numbers_only and not plan.records:
-            attention = _Together(plan, self.spec, self._pools[plan.pool.address], self._uses_metal)
+            attention = _Together(plan, self.spec, pool, self._uses_metal)
         try:
             logits, tapped = self._program.run(
                 step.token_ids,
                 plan.rotary_positions,
                 attention,
+                states,
                 logit_queries=step.logit_queries,
                 tap_layers=step.tap_layers,
             )
             computed = [logits, *([] if tapped is None else [tapped]), *attention.written()]
+            computed += [] if states is None else states.written()
             mx.async_eval(computed)  # type: ignore[no-untyped-call]
             step.on_computed()
             mx.eval(computed)
@@ -138,6 +163,8 @@ class MlxForward(NeverFails):
                 raise MemoryError(str(error)) from error  # for a buffer, as MLX says it, or a command of Metal
             raise
         attention.write()
+        if states is not None:
+            states.write()
         found = as_torch(logits)
         samples = draw_all(found, step.draws, self._ops.noise_of_all) if step.draws else ()
         return Result(found, None if tapped is None else as_torch(tapped), samples)
@@ -149,7 +176,7 @@ class _Together:
     def __init__(self, plan: StepPlan, spec: ModelSpec, pool: mx.array, uses_metal: bool = False) -> None:
         self._plan = plan
         self._layers = spec.layers
-        self._pool = {dim: pool.reshape(-1, 2 * dim) for dim in {layer.head_dim for layer in spec.layers}}
+        self._pool = {width: pool.reshape(-1, width) for width in {layer.entry.width for layer in spec.layers}}
         few: list[StagedQueries] = []
         others: list[StagedQueries] = []
         for span in plan.spans:
@@ -162,11 +189,15 @@ class _Together:
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
         self._rows: list[tuple[Sequence[int], mx.array, mx.array]] = []
 
-    def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        index, layer = operation.layer, self._layers[operation.layer]
-        pool, scaling, softcap = self._pool[layer.head_dim], operation.scaling, operation.softcap
-        keys, values = _kept(keys), _kept(values)
-        self._fresh[index] = keys, values
+    def __call__(self, call: AttendCall, queries: mx.array, keys: mx.array | None, values: mx.array | None) -> mx.array:
+        index, layer = call.layer, self._layers[call.layer]
+        pool, scaling, softcap = self._pool[layer.entry.width], call.scaling, call.softcap
+        if keys is not None and values is not None:
+            shared = layer.entry.shared
+            if shared and shared < layer.value_dim:  # as they are stored: those of the value
+                keys = mx.concatenate([values[..., -shared:], keys[..., shared:]], axis=-1)
+            self._fresh[index] = _kept(keys), _kept(values)
+        keys, values = self._fresh[index]
         outs: dict[int, mx.array] = {}
         if self._by_kernel:
             lines, count = self._lines[index], self._parts[index]
@@ -175,7 +206,7 @@ class _Together:
             outs = dict(zip((span.start for span in self._by_kernel), mx.split(found, list(ends)[:-1]), strict=True))
         for reading in self._readings[index]:
             tokens = reading.tokens
-            parts = [part_of(pool, run, layer.kv_heads) for run in reading.runs]
+            parts = [part_of(pool, run, layer) for run in reading.runs]
             parts.append((keys[tokens].swapaxes(0, 1), values[tokens].swapaxes(0, 1)))
             outs[tokens.start] = attend(queries[tokens], parts, reading.visible, scaling=scaling, softcap=softcap)
         out = mx.concatenate([outs[first] for first in sorted(outs)]) if len(outs) > 1 else next(iter(outs.values()))
@@ -183,13 +214,14 @@ class _Together:
 
     def written(self) -> list[mx.array]:
         """The step's K and V, [layers · N · Hkv, D] for layers alike."""
-        alike: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[int, EntryShape], list[int]] = {}
         for index in self._fresh:
             layer = self._layers[index]
-            alike.setdefault((layer.kv_heads, layer.head_dim), []).append(index)
-        for (_, dim), layers in alike.items():
+            alike.setdefault((layer.kv_heads, layer.entry), []).append(index)
+        for (_, shape), layers in alike.items():
             keys, values = (
-                mx.stack([self._fresh[layer][part] for layer in layers]).reshape(-1, dim) for part in range(2)
+                mx.stack([self._fresh[layer][part] for layer in layers]).reshape(-1, dim)
+                for part, dim in enumerate((shape.key, shape.value))
             )
             self._rows.append((layers, keys, values))
         return [states for _, keys, values in self._rows for states in (keys, values)]
@@ -209,17 +241,15 @@ class _ByPlan:
     def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
 
-    def __call__(self, operation: Attend, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        states = [mx.contiguous(part) for part in (queries, _kept(keys), _kept(values))]
+    def __call__(self, call: AttendCall, queries: mx.array, keys: mx.array | None, values: mx.array | None) -> mx.array:
+        own = [] if keys is None or values is None else [_kept(keys), _kept(values)]
+        states = [mx.contiguous(part) for part in (queries, *own)]
         mx.eval(states)
         mx.synchronize()  # as in `run`: what has failed must not be written
         with torch.inference_mode():
-            out = self._plan.attend(
-                operation.layer,
-                *(as_torch(part).transpose(0, 1)[None] for part in states),
-                scaling=operation.scaling,
-                softcap=operation.softcap,
-            )
+            given = [as_torch(part).transpose(0, 1)[None] for part in states]
+            pair = (given[1], given[2]) if own else (None, None)
+            out = self._plan.attend(call.layer, given[0], *pair, scaling=call.scaling, softcap=call.softcap)
             return as_mlx(out[0].flatten(1))
 
     def written(self) -> list[mx.array]:

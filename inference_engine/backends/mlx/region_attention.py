@@ -1,6 +1,6 @@
 """Attention of one session's queries over runs of entries in the pool and the step's own entries, under one softmax.
 
-    queries [T, Hq, D] · a part: keys, values [Hkv, S, D] · the last part is the step's own
+    queries [T, Hq, Dk] · a part: keys [Hkv, S, Dk], values [Hkv, S, Dv] · the last part is the step's own
 
     joined   all keys are copied behind one another, and MLX's fused operation reads them
     apart    each part is scored where it lies, and the scores share one softmax: nothing is copied
@@ -18,18 +18,20 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from inference_engine.backends.mlx.reading import EntryRun, Visible
+from inference_engine.kv.geometry import LayerGeometry
 
 Part = tuple[mx.array, mx.array]  # keys and values
 
 _FEW_QUERIES = 8
 
 
-def part_of(pool: mx.array, run: EntryRun, heads: int) -> Part:
-    """Keys and values [Hkv, S, D] of a run: views of the pool's rows [R, 2 · D]."""
+def part_of(pool: mx.array, run: EntryRun, layer: LayerGeometry) -> Part:
+    """Keys [Hkv, S, Dk] and values [Hkv, S, Dv] of a run: views of the pool's rows [R, width]."""
     # Two slices and a reshape: `as_strided` counts in 32 bits.
-    end, rows = run.start + heads * run.head_slots, slice(run.first, run.first + run.count)
-    keys, values = mx.split(pool[run.start : end].reshape(heads, run.head_slots, -1)[:, rows], 2, axis=-1)
-    return keys, values
+    heads, rows, shape = layer.kv_heads, slice(run.first, run.first + run.count), layer.entry
+    found = pool[run.start : run.start + heads * run.head_slots].reshape(heads, run.head_slots, -1)[:, rows]
+    keys = found[..., shape.key_at : shape.key_at + shape.key]
+    return keys, found[..., shape.value_at : shape.value_at + shape.value]
 
 
 def attend(
@@ -41,7 +43,7 @@ def attend(
     softcap: float | None,
     most_copied_bytes: int = 2**20,
 ) -> mx.array:
-    """[T, Hq, D], in the dtype of `queries`. A copy of a few bytes of keys costs less than three more operations."""
+    """[T, Hq, Dv], in the dtype of `queries`. A copy of a few bytes of keys costs less than three more operations."""
     count = queries.shape[0]
     copied = sum(keys.nbytes for keys, _ in parts)
     if softcap is None and (count > _FEW_QUERIES or copied <= most_copied_bytes):
@@ -79,7 +81,7 @@ def _apart(
     ends = list(itertools.accumulate(keys.shape[1] for keys, _ in parts))
     shares = mx.split(weights, ends[:-1], axis=-1)
     out = functools.reduce(mx.add, (share @ values for share, (_, values) in zip(shares, parts, strict=True)))
-    return out.reshape(query_heads, count, head_dim).swapaxes(0, 1)
+    return out.reshape(query_heads, count, -1).swapaxes(0, 1)
 
 
 def _over_all(visible: Visible, queries: int, entries: int) -> mx.array | None:

@@ -96,6 +96,13 @@ class CheckpointWeights:
         """The numbers of a norm or a bias, `added` to in float32. dtype: None means that of the activations."""
         return mx.array(self._checkpoint.tensor(name).as_float32() + np.float32(added)).astype(dtype or self._dtype)
 
+    def whole(self, name: str, *, dtype: mx.Dtype | None = None) -> mx.array:
+        """All numbers of a tensor, those in groups unpacked. dtype: None means that of the activations."""
+        if self._grouped is not None and (grouped := self._grouped.matrix(name)) is not None:
+            matrix = self._of_groups(grouped)
+            return matrix.rows(mx.arange(matrix.numbers.shape[-2])).astype(dtype or self._dtype)
+        return mx.array(self._checkpoint.tensor(name).as_float32()).astype(dtype or self._dtype)
+
     def _of_groups(self, grouped: Grouped) -> Matrix:
         scales, offsets = (self._numbers(tensor) for tensor in (grouped.scales, grouped.offsets))
         return Matrix(mx.array(grouped.words), scales, offsets, grouped.group, grouped.bits)
