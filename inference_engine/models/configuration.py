@@ -6,9 +6,9 @@ tensors decide, against what is written beside them:
     the head        `lm_head` is the embedding only if the file has no other numbers for it, whatever
                     tie_word_embeddings says. transformers decides so, too, since version 5
     quantisation    what is not stored in the layout that quantization_config names is read as it is stored
-    other parts     what sees or hears is left out where the class does without it: then it need not be whole. So are
-                    layers that predict later tokens, in every family: `mtp.*`, and num_nextn_predict_layers behind
-                    the last
+    other parts     what sees or hears is left out where the class does without it, and never run in Gemma 3, whose
+                    class has it: then it need not be whole. Left out are layers that predict later tokens, too, in
+                    every family: `mtp.*`, and num_nextn_predict_layers behind the last
     shards          a tensor is in the shard that has it, whatever the index says; one file of weights is read if an
                     index beside it lacks shards
 
@@ -62,8 +62,11 @@ _FLOATS = ("F32", "F16", "BF16")
 _FP8 = "F8_E4M3"
 # Types of models that do without these parts, by their keys, and how the names of the parts' tensors begin.
 _LEAVES_OUT = ("gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")
+# Classes of these types always have the part. No text reaches it, so it need not be whole, either.
+_NEVER_RUNS = ("gemma3",)
+_PROJECTORS = ("model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
 _PARTS = {
-    "vision_config": ("model.vision_tower.", "model.embed_vision.", "model.visual."),
+    "vision_config": ("model.vision_tower.", "model.embed_vision.", "model.visual.", *_PROJECTORS),
     "audio_config": ("model.audio_tower.", "model.embed_audio."),
 }
 
@@ -107,7 +110,8 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
     notes = []
     if left_out:
         count = sum(name.startswith(begin) for name in tensors.names())
-        notes.append(f"served as a model of text: {in_a_line([*left_out])}, with {count} tensors, are not loaded")
+        becomes = "not run" if content.get("model_type") in _NEVER_RUNS else "not loaded"
+        notes.append(f"served as a model of text: {in_a_line([*left_out])}, with {count} tensors, are {becomes}")
     later = _later_layers(content)
     if found := [name for name in tensors.names() if name.startswith(later)]:
         first = next(one for one in later if found[0].startswith(one))
@@ -139,11 +143,12 @@ def _of_folder(folder: Path, looks: tuple[tuple[str | int, ...], ...]) -> Config
 
 
 def _of_text(content: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, tuple[str, ...]]]:
-    """The configuration without the parts left out, and these by their keys."""
-    if content.get("model_type") not in _LEAVES_OUT:
+    """The configuration without the parts left out, and these by their keys, with those that are never run."""
+    kind = content.get("model_type")
+    if kind not in (*_LEAVES_OUT, *_NEVER_RUNS):
         return content, {}
     found = {key: names for key, names in _PARTS.items() if content.get(key) is not None}
-    return {**content, **dict.fromkeys(found)}, found
+    return {**content, **(dict.fromkeys(found) if kind in _LEAVES_OUT else {})}, found
 
 
 def _later_layers(content: Mapping[str, Any]) -> tuple[str, ...]:

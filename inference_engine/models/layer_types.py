@@ -77,6 +77,10 @@ def check_config(config: PretrainedConfig) -> None:
         theta = (rope or {}).get("rope_theta", 1.0)
         if not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ModelError(f"rope_theta is {theta!r}, expected a positive number; get the file again")
+        for key in ("factor", "attention_factor"):
+            number = (rope or {}).get(key)
+            if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
+                raise ModelError(f"the rotation's {key} is {number!r}, expected a positive number; get the file again")
         if kind in (LONGROPE, DYNAMIC) and name != ONE_ROTARY:
             raise ModelError(
                 f"rotary kind {kind!r} ({name}) changes with the length of a sequence; beside another table for other "

@@ -498,7 +498,8 @@ def _fitting(folder: Path, config: PretrainedConfig, load: Callable[[Path, Mappi
     ):
         model, info = load(alone, given)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(key for key in map(str, info[kind]) if not key.startswith(configuration.left_out)):
+        names = {key[0] if isinstance(key, tuple) else key: str(key) for key in info[kind]}
+        if keys := sorted(said for name, said in names.items() if not name.startswith(configuration.left_out)):
             raise ModelError(
                 f"{folder}: the weights do not fit config.json: {len(keys)} {kind.replace('_', ' ')}, "
                 f"first {keys[0]}; the files are of different models or versions"

@@ -45,14 +45,15 @@ def check_safetensors(path: Path) -> dict[str, Any]:
         header = file.read(header_bytes)
     try:
         tensors: dict[str, Any] = json.loads(header)
-        tensors.pop("__metadata__", None)
+        if not all(isinstance(text, str) for text in tensors.pop("__metadata__", {}).values()):
+            raise ValueError("__metadata__ has values that are no texts")
         end = 0
         places = [(int(one["data_offsets"][0]), int(one["data_offsets"][1]), name) for name, one in tensors.items()]
         for place, stop, name in sorted(places):
             if place != end or stop < place:
                 raise ValueError(f"{name} is at bytes {place} to {stop}, and what is before it ends at {end}")
             end = stop
-    except (ValueError, RecursionError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: the safetensors header is damaged: {error}") from error
     expected = 8 + header_bytes + end
     if size != expected:

@@ -313,6 +313,26 @@ LACKING = (
 )
 
 
+def folder_that_sees(change: Callable[[Tensors], Any]) -> Odd:
+    def make(folder: Path) -> Any:
+        text = {**SMALL, **GEMMA, "sliding_window": 32}
+        sees = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = transformers.Gemma3Config(
+            text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=4
+        )
+        config._attn_implementation = "eager"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            model = transformers.Gemma3ForConditionalGeneration(config).eval()
+        model.save_pretrained(folder)
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return model
+
+    return Odd(make=make, note="served as a model of text: vision_config")
+
+
 def for_long_texts(folder: Path) -> Any:
     """A session may be longer than the first length, so it has the factors of long texts from its first token on."""
     folder.mkdir()
@@ -500,6 +520,25 @@ ODD: Mapping[str, Odd] = {
         refusal="gptq",
         note="no tensor is stored in",
     ),
+    **{
+        f"a rotation with a {key} of {value}, {kind}": folder_of(
+            "qwen2", None, {"rope_parameters": {**YARN, "rope_type": kind, key: value}}, served_by=(), refusal=key
+        )
+        for kind, key, value in (("yarn", "factor", -4.0), ("linear", "factor", 0.0), ("yarn", "attention_factor", 0.0))
+    },
+    # -- what sees
+    "Gemma 3 that sees": folder_that_sees(dict),
+    "Gemma 3 that sees no more": folder_that_sees(
+        lambda own: [own.pop(name) for name in list(own) if "language_model" not in name and name != HEAD]
+    ),
+    "Gemma 3 that sees otherwise": folder_that_sees(
+        lambda own: own.update(
+            {
+                "model.vision_tower.strange": noise(3),
+                "model.multi_modal_projector.mm_soft_emb_norm.weight": noise(7),
+            }
+        )
+    ),
     # -- shards
     "shards": Odd(make=lambda folder: sharded(folder) and None),
     "shards in other places than the index says": Odd(
@@ -616,6 +655,12 @@ ODD: Mapping[str, Odd] = {
     "GGUF, the old name of a factor": gguf_of(
         configured("Qwen2", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
         values={"qwen2.rope.scaling.type": None, "qwen2.rope.scaling.factor": None, "qwen2.rope.scale_linear": 4.0},
+    ),
+    "GGUF, a factor below 0": gguf_of(
+        "qwen2",
+        values={"qwen2.rope.scaling.type": "yarn", "qwen2.rope.scaling.factor": -4.0},
+        served_by=(),
+        refusal="factor is -4",
     ),
     "GGUF, a factor that is not used": gguf_of(
         configured("Qwen2"), values={"qwen2.rope.scaling.type": "none", "qwen2.rope.scaling.factor": 4.0}

@@ -42,6 +42,8 @@ NO_OFFSETS: list[object] = [
     {"a": {"data_offsets": None}},
     {"a": {}},
     {"a": 1},
+    {"__metadata__": {"format": 3}},
+    {"__metadata__": None},
 ]
 
 
