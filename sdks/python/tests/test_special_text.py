@@ -71,6 +71,14 @@ def test_allowed_special_text_becomes_the_tokens() -> None:
     assert len(special_ids(tokenizer, turn)) == 4 + 4
 
 
+def test_what_is_neither_true_nor_false_allows_no_special_text() -> None:
+    """It would: "false" is true."""
+    tokenizer = byte_level()
+    for given in ("false", "no", None):
+        with pytest.raises(kakeya.InvalidArgument, match="allow_special_tokens must be True or False"):
+            tokens_for_chat([says("hello")], tokenizer, allow_special_tokens=given)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_special_token_of_each_family_is_text_in_a_message(
     example: Callable[[str], ModuleType], family: str

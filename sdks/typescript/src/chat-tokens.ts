@@ -22,7 +22,7 @@ import { readdir, readFile } from "node:fs/promises";
 import { homedir } from "node:os";
 import { join } from "node:path";
 
-import { shown } from "./checks.js";
+import { booleanOf, shown } from "./checks.js";
 import { InvalidMessages, TemplateError, TokenizerError } from "./errors.js";
 import type { Message } from "./openai-messages.js";
 import { known } from "./options.js";
@@ -366,9 +366,9 @@ function written(
   options: ChatOptions,
 ): { readonly text: string; readonly encode: (part: string) => number[] } {
   const given = { ...options.templateOptions, ...(options.tools === undefined ? {} : { tools: options.tools }) };
-  const prompt = { add_generation_prompt: options.addGenerationPrompt ?? true };
+  const prompt = { add_generation_prompt: booleanOf(options.addGenerationPrompt ?? true, "addGenerationPrompt") };
   const plain = (part: string): number[] => tokenizer.encode(part);
-  if (options.allowSpecialTokens === true) {
+  if (booleanOf(options.allowSpecialTokens ?? false, "allowSpecialTokens")) {
     const text = render(tokenizer, messages, { ...given, ...prompt });
     requireWords(tokenizer, messages, text, { ...given, ...prompt });
     return { text, encode: plain };

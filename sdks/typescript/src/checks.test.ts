@@ -122,6 +122,17 @@ test("settings that make no sense are refused by name", async () => {
   }
 });
 
+test("what is neither true nor false is refused by name, and never taken for one of them", async () => {
+  await using client = new kakeya.Client(inject("target"));
+  await using session = await client.createSession();
+  for (const name of ["logprobs", "drafting"]) {
+    for (const value of ["yes", "false", 0]) {
+      const error = await failure(kakeya.InvalidArgument, () => session.generate(1, { [name]: value }));
+      expect(error.field).toBe(name);
+    }
+  }
+});
+
 test("an option of another name is an error, wherever it is given, and the error lists those there are", async () => {
   const stray = { stratgy: { kind: "full" }, retry: { attempts: 1 } };
   const unknown = await failure(kakeya.InvalidArgument, () => new kakeya.Client("127.0.0.1:1", stray));

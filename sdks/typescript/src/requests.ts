@@ -100,12 +100,12 @@ export function generateRequest(
     ...(options.bannedTokenIds === undefined
       ? {}
       : { bannedTokenIds: tokenSetOf(options.bannedTokenIds, "bannedTokenIds") }),
-    ...(options.logprobs === true || topLogprobs > 0 ? { logprobs: true } : {}),
+    ...(booleanOf(options.logprobs ?? false, "logprobs") || topLogprobs > 0 ? { logprobs: true } : {}),
     topLogprobs,
     tokenDetails: true,
     ...(options.onProgress === undefined ? {} : { progress: true }),
     expectedHistoryLength: uint64Of(options.expectedHistoryLength ?? length, "expectedHistoryLength"),
-    ...(options.drafting === false ? { drafting: false } : {}),
+    ...(booleanOf(options.drafting ?? true, "drafting") ? {} : { drafting: false }),
     requestId: newRequestId(),
     heartbeatSeconds: HEARTBEAT_SECONDS,
     ...(options.constraint === undefined ? {} : { constraint: constraintToWire(options.constraint) }),

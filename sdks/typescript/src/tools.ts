@@ -26,7 +26,7 @@ import {
   type Spoken,
   type TemplateOptions,
 } from "./chat-tokens.js";
-import { invalid, shown } from "./checks.js";
+import { booleanOf, invalid, shown } from "./checks.js";
 import type { Lark } from "./constraints.js";
 import { InvalidMessages, InvalidTool, TemplateError, ToolFormatUnknown } from "./errors.js";
 import type { Message } from "./openai-messages.js";
@@ -251,7 +251,7 @@ export class Tools {
     const grammar = grammarOf(this.format, this.#marked, {
       tools: named !== undefined ? [named] : choice === "none" ? [] : [...this.tools.values()],
       maySay: choice === "auto" || choice === "none",
-      isParallel: parallel && named === undefined,
+      isParallel: booleanOf(parallel, "parallel") && named === undefined,
       // What a server's grammar takes for no text.
       others: this.#tokenizer.addedTokens
         .filter(

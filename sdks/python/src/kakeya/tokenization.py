@@ -31,7 +31,7 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from kakeya._chat_template import NoDefaultTemplate, chosen_template, templates_in
-from kakeya._checks import token_ids
+from kakeya._checks import flag, token_ids
 from kakeya._errors import InvalidMessages, TemplateError, TokenizerError
 from kakeya._openai_messages import from_openai_messages
 from kakeya._reply_text import ReplyText, StopStrings
@@ -275,7 +275,8 @@ class Writer:
         self._tokenizer = tokenizer
         self._options = options = with_template(tokenizer, options)
         given = options.get("chat_template")
-        self._special = None if allow_special_tokens else special_tokens(tokenizer, given)
+        is_allowed = flag(allow_special_tokens, "allow_special_tokens")
+        self._special = None if is_allowed else special_tokens(tokenizer, given)
 
     def write(self, messages: Sequence[Message], add_generation_prompt: bool) -> tuple[str, Callable[[str], list[int]]]:
         """The text, in which special tokens of messages are not spelled out, and what encodes it or its beginning."""

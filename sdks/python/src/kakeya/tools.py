@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kakeya._checks import flag
 from kakeya._checks import token_ids as checked_ids
 from kakeya._constraints import Lark
 from kakeya._errors import InvalidArgument, InvalidMessages, InvalidTool, TemplateError, ToolFormatUnknown
@@ -288,7 +289,7 @@ class Tools:
                 self._marked,
                 tools,
                 may_say=choice in (AUTO, NONE),
-                is_parallel=parallel and choice not in self.tools,
+                is_parallel=flag(parallel, "parallel") and choice not in self.tools,
                 others=others,
                 names=self.tools,
                 prefix=self._prefix,
