@@ -305,6 +305,13 @@ BUGS = (
         (OWNERSHIP,),
     ),
     Bug(
+        "ages are counted by each server's own clock",
+        "inference_engine/session/postgres_journal.py",
+        "_SAME_SECONDS = 1.0",
+        "_SAME_SECONDS = 1e9",
+        (OWNERSHIP,),
+    ),
+    Bug(
         "a server whose lock may be free is sure of its place",
         "inference_engine/session/postgres_lease.py",
         "                self._sure_until = at = 0.0  #",

@@ -470,6 +470,7 @@ class PostgresJournal(KeptJournal):
     def _reconnect(self) -> None:
         self._db = connect(self._dsn, self.durability, self._replica)
         self._is_claim_certain = False
+        self._look_at_clock(self._db)
         self._tables.reconnected(self._db)
         self._db.commits_for(self._replica, self._tables.epoch)
 
