@@ -13,7 +13,7 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.server.watchdog import EXIT_STALLED
 from kakeya import Client, KakeyaError, RetryPolicy
-from tests.further import further
+from tests.further import further, further_test
 from tests.laws.variants import generate, text
 from tests.processes import Server, kakeya_serve
 from tests.tiny import SMALL
@@ -27,6 +27,29 @@ def served(folder: Path) -> list[str]:
         *("--model", str(folder / "model"), f"--cache-dir={folder / 'cache'}", "--kv-bytes=64MiB", "--device=cpu"),
         *("--tensor-parallel=2", "--drafter=ngram", "--threads=1", "--stall-seconds=2", "--stall-exit-seconds=0.5"),
     ]
+
+
+@further_test
+def test_a_session_is_read_from_its_file_by_both_processes_after_they_were_killed(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    kept = (f"--state-dir={tmp_path / 'state'}", "--hibernate=always", "--hibernate-after-seconds=0.1")
+    with kakeya_serve(*served(tmp_path), *kept) as server, Client(server.target) as client:
+        own = client.create_session()
+        own.append(text(50))
+        cached = own.generate(COUNT).result().history_length - 1
+        for _ in range(400):
+            if list((tmp_path / "state").rglob("*.kv")):
+                break
+            signal.sigtimedwait([], 0.05)
+        expected = client.session(own.id).fork()
+        expected.append([5])
+        tokens = expected.generate(COUNT).result().token_ids
+        server.process.kill()
+    with kakeya_serve(*served(tmp_path), *kept) as server, Client(server.target) as client:
+        again = client.session(own.id)
+        again.append([5])
+        result = again.generate(COUNT).result()
+        assert (result.token_ids, result.cached_tokens) == (tokens, cached)
 
 
 def other_rank(server: Server) -> int:
