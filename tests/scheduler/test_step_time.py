@@ -29,7 +29,7 @@ def test_chunks_of_prefill_soon_take_the_time_they_may_and_a_pause_is_soon_forgo
     page, most = 16, 4096
     pace = ChunkPace(least_tokens=page)
     for step in range(60):
-        tokens = min(most, max(page, pace.tokens))
+        tokens = min(most, pace.tokens)
         seconds = fixed_seconds + tokens * token_seconds
         if step > 0 and step % 20:
             assert seconds <= 1.01 * CHUNK_SECONDS or tokens == page or step % 20 < 3
