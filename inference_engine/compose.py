@@ -109,8 +109,8 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
 
     admitted: the result of `admit` for this configuration, if available.
     """
-    _check_is_there("latent", model.latent, ("auto", "none"))
-    _check_is_there("drafter", model.drafter, ("auto", "none", "ngram", "trained"))
+    _check_is_there("latent", model.latent, ("auto", "none"), in_full)
+    _check_is_there("drafter", model.drafter, ("auto", "none", "ngram", "trained"), _folder_named)
     latent = find_latent(model)
     components = find_components(model)
     forward = open_backend(model, admitted)
@@ -125,9 +125,9 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     )
 
 
-def _check_is_there(setting: str, given: str, names: tuple[str, ...]) -> None:
+def _check_is_there(setting: str, given: str, names: tuple[str, ...], folder: Callable[[str], Path]) -> None:
     """What is no name is a folder: a name that was mistyped is none that is there."""
-    if given not in names and not _folder_named(given).exists():
+    if given not in names and not folder(given).exists():
         raise ConfigError(f"{setting} must be {', '.join(names)} or a folder that is there, got {given!r}")
 
 

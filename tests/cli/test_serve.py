@@ -88,7 +88,7 @@ def test_an_address_that_cannot_be_served_is_refused_before_any_weights_are_read
         (("--model", "{tampered}"), "adapter_config.json"),
         (("--model", "{unserved}", "--http-bind=127.0.0.1:0", "--latent={empty}"), "short_factor of 1 numbers"),
         (("--model", "{tiny}", "--drafter=ngrams"), "drafter must be auto, none, ngram, trained or a folder that is"),
-        (("--model", "{tiny}", "--latent=never"), "latent must be auto, none or a folder that is there, got 'never'"),
+        (("--model", "{tiny}", "--latent=my/own"), "latent must be auto, none or a folder that is there, got 'my/own'"),
         (("--model", "{tiny}", "--device", "cuda:99"), "device 'cuda:99' cannot be used here"),
         (
             ("--model", "{tiny}", "--kernels", "triton", "--device", "cpu"),

@@ -162,5 +162,4 @@ def test_copies_read_for_generates_that_may_not_begin_keep_no_other_owner_waitin
                 assert last.cached_tokens == LENGTH + 3
                 assert engine.session_info(running, owner="ann").history_length < LENGTH + LONG, "ann's ended first"
             long.cancel()
-            long.cancel()
             drain(long)
