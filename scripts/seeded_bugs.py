@@ -300,7 +300,7 @@ BUGS = (
     Bug(
         "a claim that the database lost is relied on",
         "inference_engine/session/postgres_journal.py",
-        "        self._is_claim_certain = False\n",
+        "        self._reconnects += 1\n",
         "",
         (OWNERSHIP,),
     ),

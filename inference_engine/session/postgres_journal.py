@@ -131,8 +131,9 @@ class PostgresJournal(KeptJournal):
         self._proof_lock = threading.Lock()
         self._number = 0  # of the last commit
         self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
-        self._claimed: dict[str, Receipt] = {}  # by session: of the first commit after it was claimed
-        self._is_claim_certain = True  # of all that are claimed: the connection is the one that it was
+        # By session: of the first commit after it was claimed, and how often the writer had reconnected before.
+        self._claimed: dict[str, tuple[Receipt, int]] = {}
+        self._reconnects = 0
         self._files_to_remove: list[str] = []
         self._used_elsewhere: dict[str, TokenUsage] = {}
         self._asked_of: set[str] = set()  # owners whose limits were asked for since others were counted last
@@ -239,21 +240,23 @@ class PostgresJournal(KeptJournal):
         return term
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
+        reconnects = self._reconnects
         with self._let_go_unread(session_id):
             kept = super().load(session_id, owner)
-        self._await_claim(session_id)
+        self._await_claim(session_id, reconnects)
         if kept is not None and self._has_copies:
             with suppress(HistoryCorrupt, JournalAway), self._reading() as reader:  # without it, it is prefilled
                 self._on_copy_found(session_id, reader.copy_of(session_id))
         return kept
 
     def claim(self, session_id: str, owner: str) -> SessionEntry | None:
+        reconnects = self._reconnects
         with self._let_go_unread(session_id):
             entry = super().claim(session_id, owner)
-        self._await_claim(session_id)
+        self._await_claim(session_id, reconnects)
         return entry
 
-    def _await_claim(self, session_id: str) -> None:
+    def _await_claim(self, session_id: str, reconnects: int) -> None:
         """Answers about the session wait for a commit, which is behind its claim in the database's log.
 
         If the database ends before, it may not know of the claim: who reconnects looks.
@@ -261,22 +264,22 @@ class PostgresJournal(KeptJournal):
         with self._kept_lock:
             if (known := self._open.get(session_id)) is None:
                 return
-            known.saved.receipt = self._claimed[session_id] = unit = Unit(changes=[(_nothing, ())])
+            known.saved.receipt = unit = Unit(changes=[(_nothing, ())])
+            self._claimed[session_id] = unit, reconnects
         self._writer.record(unit)
 
     def _check_claims(self) -> None:
         """Are the sessions still this server's that no commit has followed yet? Raises Lost."""
         with self._kept_lock:
-            self._claimed = {name: receipt for name, receipt in self._claimed.items() if not receipt.is_safe}
-            names = list(self._claimed)
-        if names and not self._is_claim_certain:
+            self._claimed = {name: claim for name, claim in self._claimed.items() if not claim[0].is_safe}
+            names = [name for name, (_, before) in self._claimed.items() if before != self._reconnects]
+        if names:
             ((count,),) = self._db.execute(
                 "select count(*) from sessions where id = any(?) and replica = ? and epoch = ?",
                 (names, self._replica, self._tables.epoch),
             )
             if count < len(names):
                 raise Lost("the database has ended, and does not know of its last hand-overs")
-        self._is_claim_certain = True
 
     @contextmanager
     def _let_go_unread(self, session_id: str) -> Iterator[None]:
@@ -469,7 +472,7 @@ class PostgresJournal(KeptJournal):
 
     def _reconnect(self) -> None:
         self._db = connect(self._dsn, self.durability, self._replica)
-        self._is_claim_certain = False
+        self._reconnects += 1
         self._look_at_clock(self._db)
         self._tables.reconnected(self._db)
         self._db.commits_for(self._replica, self._tables.epoch)

@@ -20,6 +20,7 @@ import kakeya
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, JournalAway, QuotaExceeded, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
+from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.postgres_journal import PostgresJournal
 from inference_engine.types import Durability, GenerateParams, Mark, TokenCommitted
 from kakeya.v1 import runtime_pb2 as pb
@@ -255,6 +256,35 @@ def test_a_claim_that_the_database_lost_is_not_relied_on(database: Database) -> 
         assert not one._writer.flush(20, receipt) and receipt.is_lost and not one.failure
         assert two._writer.flush(20)
         assert two.look("session-0", OWNER)[0].history_length == 2
+        assert metrics.journal_lost._value.get() == 1
+
+
+def test_a_claim_that_is_lost_while_its_session_is_read_is_not_relied_on(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with journal_of(database, "two") as (two, _), journal_of(database, "one") as (one, metrics):
+        for place in range(2):
+            one.open(record_of(place))
+            one.append(f"session-{place}", 0, ONE, Mark.APPENDED)
+        one.leave("session-0")
+        assert one._writer.flush(20)
+        load = KeptJournal.load
+
+        def lost(journal: KeptJournal, session_id: str, owner: str) -> Any:
+            kept = load(journal, session_id, owner)
+            if journal is two:
+                return kept
+            database.say("update kakeya.sessions set replica = null, epoch = null where id = 'session-0'")
+            assert two.load("session-0", OWNER) is not None
+            database.server.cut(database.dsn)
+            one.append("session-1", 1, ONE, Mark.APPENDED)
+            assert one._writer.flush(20)
+            return kept
+
+        monkeypatch.setattr(KeptJournal, "load", lost)
+        assert one.load("session-0", OWNER) is not None
+        receipt = one.receipt("session-0")
+        assert not one._writer.flush(20, receipt) and receipt.is_lost and not one.failure
         assert metrics.journal_lost._value.get() == 1
 
 
