@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from inference_engine.errors import ModelError
 from inference_engine.models.file_keys import in_a_line, unlisted_in_gguf
 from inference_engine.models.gguf_architectures import ARCHITECTURES, Keys
@@ -61,8 +63,9 @@ _MAY_BE_NONE = ("q_lora_rank", "position_embedding_type", "num_global_key_value_
 def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     """What a file says that llama.cpp would read otherwise, or that its tensors contradict; for the log."""
     architecture, notes = header.text("general.architecture") or "", []
-    window = header.values.get(f"{architecture}.attention.sliding_window")
-    if architecture in ("llama", "phi3") and window:
+    if architecture in ("llama", "phi3") and (
+        window := Keys(header, architecture).optional("attention.sliding_window")
+    ):
         notes.append(
             f"{architecture}.attention.sliding_window is {window}: each token sees that many, as in a "
             f"{'Mistral' if architecture == 'llama' else 'Phi-3'} model of safetensors; llama.cpp ignores the key"
@@ -72,10 +75,11 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     if count := len(later_tensors(header, architecture)):
         notes.append(f"layers that predict later tokens, with {count} tensors, are not loaded")
     for name, default in _NOT_READ.items():
-        if (value := header.values.get(f"{architecture}.{name}", default)) != default:
+        value = header.values.get(f"{architecture}.{name}", default)
+        if np.any(value != default):
             notes.append(f"{architecture}.{name} is {value}, and is not read, as by llama.cpp")
     rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
-    if said is not None and said != rows:
+    if said is not None and np.any(said != rows):
         notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
     if unknown := unlisted_in_gguf([*header.values, *header.string_arrays], architecture):
         notes.append(f"keys that are not known, and are not read: {in_a_line(unknown)}")

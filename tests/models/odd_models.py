@@ -618,6 +618,18 @@ ODD: Mapping[str, Odd] = {
         served_by=(),
         refusal="scaled as linear",
     ),
+    "GGUF, Phi-3 with half a pair rotated": gguf_of(
+        "phi3", values={"phi3.rope.dimension_count": 7}, served_by=(), refusal="rotated in pairs"
+    ),
+    "GGUF, values of layers where one is wanted": gguf_of(
+        "llama",
+        values={
+            "llama.attention.sliding_window": [0, 0],
+            "llama.vocab_size": [259, 300],
+            "llama.rope.scaling.yarn_beta_fast": [32.0, 3.0],
+        },
+        note="vocab_size is",
+    ),
     "GGUF, Phi-3 with queries apart, too": gguf_of(
         "phi3", tensors=partial(with_noise, "blk.0.attn_q.weight"), served_by=(), refusal=r"blk\.0\.attn_q\.weight"
     ),

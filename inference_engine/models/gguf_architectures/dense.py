@@ -90,7 +90,7 @@ def _phi3_rotation(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         return rotation
     rotated = keys.size("rope.dimension_count", dim)
     factors = [keys.divisors(rotated // 2, name) for name in names]
-    if rotated > dim or any(found is None for found in factors):
+    if rotated > dim or rotated % 2 or any(found is None for found in factors):
         raise keys.refusal(f"{' and '.join(names)} are not {rotated // 2} numbers each in float32; get the file again")
     named, factor = keys.text("rope.scaling.type"), keys.real("rope.scaling.factor")
     if named not in (None, "none", "longrope") or factor not in (None, 0.0, 1.0):

@@ -178,6 +178,8 @@ class Keys:
                 f"{rotated} of the {dim} numbers of a head are rotated; only models that rotate all of them can be "
                 "served from GGUF"
             )
+        if rotated % 2:
+            raise self.refusal(f"{self.key('rope.dimension_count')} is {rotated}; numbers are rotated in pairs")
         rotation = self.rotation(rotated)
         if rotated != dim:
             rotation["partial_rotary_factor"] = rotated / dim
