@@ -90,7 +90,7 @@ def test_what_is_here_is_not_fetched_and_what_is_not_is_announced(
 ) -> None:
     fetched: list[str] = []
 
-    def fetch(name: str, *_: object) -> str:
+    def fetch(name: str, *_: object, **_more: object) -> str:
         fetched.append(name)
         return f"{name} is ready"
 
