@@ -112,9 +112,7 @@ class Lease:
                     at = time.monotonic() + self._seconds / _RENEWALS
                 for session_id in self._db.notified(min(_RETRY_SECONDS, self._seconds / _RENEWALS)):
                     self._on_asked(session_id)
-            except (
-                pg.LockNotAvailable
-            ):  # a commit of this server's takes long, and has the row: none can raise the epoch
+            except pg.LockNotAvailable:  # of the row, which the commit has: none can raise the epoch
                 logger.warning("the lease is not renewed yet: a commit of this server's takes long")
             except psycopg.Error as error:
                 self._sure_until = at = 0.0  # its lock is free, and with it its sessions
