@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_ROLLED_BACK = 1024
+MOST_FORCED_BYTES = 2**14  # that must follow a place: they are spelt together
 _WORD = 4  # bytes of what llguidance writes at once
 
 
@@ -154,18 +155,19 @@ class TextGrammar:
 
     def start(self) -> TextAutomaton:
         with self._lock:
-            matcher = self._matcher.deep_copy()
+            automaton = TextAutomaton(self._matcher.deep_copy(), self._ends, self._mask_bytes, self._spelt)
             if self._spelt is None:
-                self._spelt = matcher.compute_ff_tokens()
-            return TextAutomaton(matcher, self._ends, self._mask_bytes, self._spelt)
+                automaton.lex()
+                self._spelt = automaton.spelt()
+            return automaton
 
 
 class TextAutomaton:
     """Implements Automaton.
 
-    llguidance spells what must follow anew in each place, and in its masks, too: of a text of 100,000 characters that
-    takes 30 ms, under Python's lock. So it is spelt once for a text, in its first place, however that was reached: the
-    ids depend on the ids before alone.
+    llguidance spells what must follow anew in each place, and in its masks, too, which takes 0.3 ms for a thousand
+    characters, under Python's lock. So it is spelt once for a text, in its first place, however that was reached: the
+    ids depend on the ids before alone. A place that more must follow than `MOST_FORCED_BYTES` breaks it.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class TextAutomaton:
         # What must follow, from so many ids on; None: not known yet.
         self._spelt: tuple[Sequence[int], int] | None = None if spelt is None else (spelt, 0)
         self._before: deque[tuple[Sequence[int], int]] = deque(maxlen=MOST_ROLLED_BACK)
+        self._forced_bytes = 0  # what must follow, where it was spelt
 
     @property
     def is_over(self) -> bool:
@@ -191,6 +194,8 @@ class TextAutomaton:
 
     @property
     def broken(self) -> str:
+        if self._forced_bytes > MOST_FORCED_BYTES:
+            return f"{self._forced_bytes:,} bytes must follow, at most {MOST_FORCED_BYTES:,} may at once"
         return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def consume(self, token_id: int) -> bool:
@@ -205,8 +210,19 @@ class TextAutomaton:
 
     def _spell(self) -> tuple[Sequence[int], int]:
         if self._spelt is None:
-            self._spelt = self._matcher.compute_ff_tokens(), 0
+            self._forced_bytes = len(self._matcher.compute_ff_bytes())
+            is_long = self._forced_bytes > MOST_FORCED_BYTES
+            self._spelt = () if is_long else self._matcher.compute_ff_tokens(), 0
         return self._spelt
+
+    def lex(self) -> None:
+        """Find what must follow without Python's lock, as masks do: what is asked then has little to do."""
+        self._matcher.unsafe_compute_mask_ptr(*self._at)
+
+    def spelt(self) -> Sequence[int]:
+        """What must follow from here."""
+        ids, at = self._spell()
+        return ids[at:]
 
     def fitting(self, token_ids: Sequence[int]) -> int:
         count = next((place for place, each in enumerate(token_ids) if each in self._ends), len(token_ids))
@@ -215,6 +231,8 @@ class TextAutomaton:
     def roll_back(self, count: int) -> None:
         if count and not self._matcher.rollback(count):
             raise RuntimeError(f"llguidance cannot roll back: {self._matcher.get_error()}")
+        if count:
+            self._forced_bytes = 0
         for _ in range(count):
             self._spelt = self._before.pop()
 

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_engine.decode.automata import ChoiceGrammar, Grammar, TextGrammar, first_line
+from inference_engine.decode.automata import (
+    MOST_FORCED_BYTES,
+    MOST_ROLLED_BACK,
+    ChoiceGrammar,
+    Grammar,
+    TextGrammar,
+    first_line,
+)
+from inference_engine.decode.literals import longest_literal
 from inference_engine.decode.matching import Matching
 from inference_engine.errors import ConstraintUnavailable, InvalidConstraint, ModelError, QuotaExceeded
 from inference_engine.types import Constraint, ConstraintKind, ReadTokenBytes, TokenBytes
@@ -29,21 +37,22 @@ MOST_GRAMMARS, MOST_PER_OWNER = 256, 16  # compiled ones that are kept
 # Of what those were compiled from: a schema takes up to a hundred times its size.
 MOST_SOURCE_BYTES, MOST_SOURCE_BYTES_PER_OWNER = 2**21, 2**18
 MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
-_MOST_PARTS = 256  # of a text that must follow, of MOST_ROLLED_BACK ids each: as long as a constraint may be
 _COMPILERS, _WORKERS = 4, 2
 _COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
 _RETRY_SECONDS = 1.0
+_LONGEST_LITERAL = 4096  # characters of one text that a constraint writes out
 # Of llguidance: work and memory of one grammar. A mask takes a few milliseconds at most.
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 2000,
-    "initial_lexer_fuel": 500_000,
+    "initial_lexer_fuel": 50_000,
     "step_lexer_fuel": 60_000,
-    "step_max_items": 30_000,
     "max_lexer_states": 10_000,
     "max_grammar_size": 50_000,
     "verbose_errors": False,
 }
-
+# Of the items of a step; what a schema of sixty optional properties needs is less than the fewest.
+_MOST_ITEMS, _FEWEST_ITEMS = 30_000, 300
+_MOST_STEP_CHARACTERS = 2**17  # items of a step times the longest literal, unless they would be too few
 
 # As Python's json.dumps writes it: a model knows that, and nothing is left open that a schema does not leave open.
 # What a schema says in "x-guidance" comes before it.
@@ -162,11 +171,13 @@ class Constraints:
         else:
             grammar = self._compiled_text(constraint)
         automaton = grammar.start()
-        if automaton.is_over or automaton.broken or not automaton.mask().any():
-            reason = f": {automaton.broken}" if automaton.broken else ""
-            raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it{reason}")
+        fits = not automaton.broken and not automaton.is_over and automaton.mask().any()
+        if automaton.broken:
+            raise InvalidConstraint(f"{constraint.kind.value}: its beginning is too dear: {automaton.broken}")
+        if not fits:
+            raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it")
         # To the first place that leaves something open: what must follow is known a part at a time.
-        for _ in range(_MOST_PARTS):
+        for _ in range(MOST_FORCED_BYTES // MOST_ROLLED_BACK):
             if not (forced := automaton.forced()) or not all(map(automaton.consume, forced)):
                 break
         if not automaton.is_over and not automaton.broken:
@@ -190,7 +201,18 @@ class Constraints:
             source = grammar_from[constraint.kind](constraint.source)
         except ValueError as error:
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**_LIMITS))
+        try:
+            longest = longest_literal(constraint.kind, constraint.source)
+        except (ValueError, RecursionError) as error:
+            raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
+        if longest > _LONGEST_LITERAL:
+            raise InvalidConstraint(
+                f"{constraint.kind.value}: a text that it writes out may have {_LONGEST_LITERAL:,} characters, one has "
+                f"{longest:,}"
+            )
+        items = min(max(_MOST_STEP_CHARACTERS // max(longest, 1), _FEWEST_ITEMS), _MOST_ITEMS)
+        limits = LLParserLimits(**_LIMITS, step_max_items=items)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(matcher.get_error())}")
         return TextGrammar(matcher, ends, -(-self._vocab_size // 8))

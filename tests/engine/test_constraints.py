@@ -78,6 +78,16 @@ REFUSED = {
         },
     ),
     "exponential": (ConstraintKind.JSON_SCHEMA, nested(9, 3)),
+    "a text that an array repeats": (
+        ConstraintKind.JSON_SCHEMA,
+        {"type": "array", "minItems": 100_000, "items": {"const": "x" * 1000}},
+    ),
+    "a text of too many characters": (ConstraintKind.JSON_SCHEMA, {"items": {"anyOf": [{"const": "x" * 4097}, {}]}}),
+    "a rule that doubles a text": (
+        ConstraintKind.LARK,
+        "start: r20\n" + "".join(f"r{at + 1}: r{at} r{at}\n" for at in range(20)) + f'r0: "{"x" * 4000}"',
+    ),
+    "a regex that multiplies a text": (ConstraintKind.REGEX, f"(({'x' * 2000}){{20}}){{20}}"),
     "deep": (ConstraintKind.JSON_SCHEMA, '{"items":' * 3000 + "{}" + "}" * 3000),
     "of a reference that is not there": (ConstraintKind.JSON_SCHEMA, {"$ref": "#/$defs/none"}),
     "no regex": (ConstraintKind.REGEX, "("),
@@ -209,7 +219,10 @@ def test_grammars_are_kept_by_the_bytes_that_they_were_compiled_from() -> None:
     constraints.may.set()
     sizes = (2, 4, 4, 1)
     asked = [
-        text(ConstraintKind.REGEX, f"[{at}{'a' * (MOST_SOURCE_BYTES_PER_OWNER // part - 3)}]")
+        text(
+            ConstraintKind.REGEX,
+            f"[{at}{('a|' * MOST_SOURCE_BYTES_PER_OWNER)[: MOST_SOURCE_BYTES_PER_OWNER // part - 3]}]",
+        )
         for at, part in enumerate(sizes)
     ]
     for one in asked[:3]:
@@ -250,6 +263,9 @@ class OneText:
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids, self._at, self.asked = ids, 0, 0
 
+    def compute_ff_bytes(self) -> bytes:
+        return bytes(self._ids[self._at :])
+
     def compute_ff_tokens(self) -> Sequence[int]:
         self.asked += 1
         return self._ids[self._at :]
@@ -277,6 +293,16 @@ def test_a_long_text_that_must_follow_is_spelt_once() -> None:
         automaton.roll_back(len(drafted))
         assert automaton.consume(token_id)
     assert matcher.asked <= 5
+
+
+def test_a_text_that_is_too_long_behind_a_choice_breaks_that_way_alone(constraints: Constraints) -> None:
+    lark = f'start: "n" | "y" long\nlong: part part part part part\npart: "{"x" * 4000}"'
+    automaton = constraints.compile(text(ConstraintKind.LARK, lark), "owner").result(timeout=30).start()
+    assert set(bits_of(automaton.mask(), VOCABULARY).nonzero()[0]) == {b"n"[0], b"y"[0]}
+    assert automaton.consume(b"y"[0]) and not automaton.forced()
+    assert "20,000 bytes must follow" in automaton.broken
+    automaton.roll_back(1)
+    assert not automaton.broken and automaton.consume(b"n"[0]) and automaton.is_over
 
 
 @pytest.mark.parametrize("permitted", [None, np.arange(VOCABULARY) != 9], ids=["an id that ends it", "a banned id"])

@@ -428,6 +428,8 @@ def _dear_constraints(number: int) -> Iterator[pb.Constraint]:
     yield pb.Constraint(json_schema=json.dumps({**recursive, "$ref": "#/$defs/a", "title": str(number)}))
     yield pb.Constraint(json_schema=json.dumps({"enum": [f"{number}-{at:09}" for at in range(250_000)]}))
     yield pb.Constraint(json_schema='{"items":' * 3000 + "{}" + "}" * 3000)
+    doubled = "".join(f"r{at + 1}: r{at} r{at}\n" for at in range(20))
+    yield pb.Constraint(lark=f'start: r20\n{doubled}r0: "{"x" * 4000}"')
     yield pb.Constraint(regex=f"(.*a.{{300}}b.{{{300 + number % 99}}}c)*")
     yield pb.Constraint(regex=f"((a{{1,100}}b?){{1,100}}c?){{1,{100 + number % 99}}}")
     long = {"type": "string", "pattern": "^(a|ab|b.*c)*$", "minLength": 50_000 + number, "maxLength": 100_000}
