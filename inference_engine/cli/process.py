@@ -145,6 +145,15 @@ class _Output(io.FileIO):
             raise OSError(error.errno, error.strerror, _OUTPUT) from None
 
 
+class _Prompt(io.BufferedWriter):
+    """For output that is to be unbuffered (PYTHONUNBUFFERED): what a full pipe takes in parts is written whole."""
+
+    def write(self, data: Any, /) -> int:
+        count = super().write(data)
+        self.flush()
+        return count
+
+
 class _BestEffort(io.FileIO):
     """Discards what cannot be written now."""
 
@@ -240,7 +249,8 @@ def _open_streams() -> None:
     if isinstance(raw, io.FileIO) and raw.fileno() == _STDOUT:
         out.flush()
         lines, through = out.line_buffering, out.write_through
-        buffer = io.BufferedWriter(_Output(_STDOUT, "w", closefd=False))
+        kind = _Prompt if raw is out.buffer else io.BufferedWriter
+        buffer = kind(_Output(_STDOUT, "w", closefd=False))
         sys.stdout = io.TextIOWrapper(buffer, out.encoding, errors, line_buffering=lines, write_through=through)
     else:
         out.reconfigure(errors=errors)

@@ -26,7 +26,7 @@ import kakeya as sdk
 from inference_engine.cli import keys, process
 from inference_engine.cli.main import main
 from inference_engine.compose import try_out
-from inference_engine.config import NO_CACHE, ModelConfig
+from inference_engine.config import NO_CACHE, ModelConfig, child_environment
 from tests.cli.conditions import CONDITIONS, without_a_home
 from tests.further import further, further_test
 from tests.models.tiny_folder import write_tiny_gguf
@@ -193,6 +193,15 @@ def test_the_error_of_standard_output_is_not_that_of_another_file(whose: str, sa
         done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=to, stderr=PIPE, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "begun" if whose == "another's" else None)
     assert done.stderr.startswith(said) and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+def test_output_that_is_asked_for_unbuffered_is(is_buffered: bool) -> None:
+    """As in our image, whose logs are read while it runs."""
+    ends = "import os\nfrom inference_engine.cli import process\nprocess.run(lambda: print('said') or os._exit(0))"
+    environment = child_environment(PYTHONUNBUFFERED="" if is_buffered else "1")
+    done = subprocess.run((sys.executable, "-c", ends), stdout=PIPE, env=environment, text=True, check=False)
+    assert done.stdout == ("" if is_buffered else "said\n")
 
 
 def test_a_server_that_gets_no_threads_says_so_before_libraries_end_it(
