@@ -16,7 +16,7 @@ from transformers import DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from inference_engine.backends.mlx import region_attention as attention
 from inference_engine.backends.mlx.forward import _ByPlan
-from inference_engine.backends.mlx.operation_kernels import AttendCall
+from inference_engine.backends.mlx.operation_kernels import AttendCall, _routed
 from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
@@ -24,6 +24,7 @@ from inference_engine.backends.twin import TwinSizes, text_generator
 from inference_engine.errors import NotOnMlx
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kernels.reads import BlockRead
+from inference_engine.kernels.routing import Router
 from inference_engine.kv.plan import StepPlan
 from inference_engine.kv.strategies.full import Full
 from tests.admissions import traits_of
@@ -50,6 +51,14 @@ def test_a_list_gives_the_logits_of_transformers(family: str) -> None:
     traits = traits_of(config, kind)  # which do not depend on sizes
 
     assert try_list(kind, config, traits, seed=1, sizes=sizes) < 2e-4
+
+
+def test_experts_that_no_logit_speaks_for_have_no_weight() -> None:
+    """As everywhere: not one that is no number."""
+    router = Router(chosen=2, scores="sigmoid", sums_to_one=True)
+    logits = np.full((1, 4), -200.0, np.float32)
+    _, expected = router.choose(torch.from_numpy(logits))
+    assert np.array_equal(np.array(_routed(router, mx.array(logits), None)[1]), expected.numpy())
 
 
 def test_the_kernel_in_metal_is_refused_for_entries_whose_keys_and_values_share_numbers() -> None:

@@ -517,7 +517,7 @@ def _routed(routing: Router, logits: mx.array, bias: mx.array | None) -> tuple[m
     experts = mx.argpartition(-ranks, kth=routing.chosen - 1, axis=-1)[:, : routing.chosen]
     weights = mx.take_along_axis(scores, experts, axis=-1)
     if routing.sums_to_one:
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
     return experts, weights if routing.factor == 1.0 else weights * routing.factor
 
 
