@@ -264,8 +264,7 @@ class Hibernation:
             saved, geometry = kv.save(), kv.context.geometry
             # A part saves by segments or by layers, a few tensors at a time.
             tensors = 4 * len(saved) * (len(geometry.layers) + kv.length // geometry.segment_tokens + 2)
-            mirror = kv.context.pool.mirror
-            live_bytes = (session.live_bytes + kv.shared_bytes) * (1 if mirror is None else mirror.ranks)
+            live_bytes = (session.live_bytes + kv.shared_bytes) * kv.context.pool.ranks
             nbytes = live_bytes + session.tier_live_bytes + tensors * TENSOR_BYTES
             if not self._pays(nbytes, kv.length):
                 self._metrics.copies_saved.labels("slower").inc()
@@ -415,8 +414,8 @@ class Hibernation:
         record, borders = known
         tokens = border(borders - 1, segment)
         more = tokens - found()
-        # What is kept has room of its own, or none.
-        has_room = record.nbytes <= store.kept_prefixes.most_bytes
+        # What is kept has room of its own, or none. A file has the heads of all ranks.
+        has_room = record.nbytes <= store.kept_prefixes.most_bytes * kv.context.pool.ranks
         if more < segment or not has_room or not self._pays_for_another(record, more):
             return None, 0
         if not kv.would_keep(tokens, record.length):

@@ -32,7 +32,7 @@ from inference_engine.models.seam import ATTENTION
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.backends.test_families import SIZES, write_model
-from tests.facade import save_copies
+from tests.facade import copies_known, save_copies
 from tests.further import further
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.variants import drain, generate, same, text, tokens
@@ -308,6 +308,27 @@ def test_a_copy_in_a_file_has_the_heads_of_all_ranks(strategy: str, ranks: Torch
             engine.recall(session)
             again, cached_again = goes_on(engine, session)
             assert same(again, found, Mode.BATCHED) and cached_again == cached
+
+
+def test_a_copy_is_read_for_others_where_the_part_of_a_rank_has_room(ranks: TorchForward, tmp_path: Path) -> None:
+    def made(*, journal: Any, metrics: Any, **settings: Any) -> Engine:
+        config = EngineConfig(**{**SMALL, "hibernate": "always", "share_prefixes": "owner", **settings})
+        return Engine(ranks, config, journal=journal, metrics=metrics)
+
+    def begun(engine: Engine) -> tuple[list[tuple[int, float | None]], int]:
+        session = engine.create_session().session_id
+        engine.append(session, text(100))
+        events = drain(engine.generate(session, GenerateParams(max_tokens=6)))
+        assert isinstance(events[-1], Finished)
+        return tokens(events), events[-1].cached_tokens
+
+    with keeping(tmp_path, make=made) as engine:
+        expected, _ = begun(engine)
+        (file,) = save_copies(engine, tmp_path)
+    with keeping(tmp_path, make=made, prefix_bytes=file.stat().st_size - 1) as engine:
+        copies_known(engine)
+        found, cached = begun(engine)
+        assert found == expected and cached >= 64
 
 
 def test_a_second_tier_is_refused_with_ranks(ranks: TorchForward) -> None:

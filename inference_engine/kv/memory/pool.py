@@ -420,6 +420,11 @@ class Pool:
         return self._account.capacity_bytes
 
     @property
+    def ranks(self) -> int:
+        """So many devices have a pool alike."""
+        return 1 if self.mirror is None else self.mirror.ranks
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes granted, but for those that are given back when they are needed."""
         return self._account.granted_bytes - self.rooms.nbytes - self.spare.nbytes
