@@ -1,4 +1,4 @@
-"""A model on the CPU in one native call a step.
+"""A model on the CPU: a step is one native call, or one of each piece where a prefill may be left meanwhile.
 
     the queries of all sessions read by plan numbers    one call from ids to logits
     some need a view (restored or offloaded entries)    a call up to each layer's attention, the plan attends, a call on
