@@ -47,7 +47,7 @@ MLX_EXPERTS = ".mlp.switch_mlp."  # all experts of a layer, in MLX's layout
 # Of a number that the native backend holds as a byte, with a scale of 4 bytes for 16.
 _PAIR_BYTES = 1.25
 
-_FLOATS: Mapping[str, int] = MappingProxyType({"F32": 4, "F16": 2, "BF16": 2})
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -348,25 +348,16 @@ def _places(folder: Path, file: str) -> dict[str, _FileSpan]:
     tensors = check_safetensors(path)
     with path.open("rb") as opened:
         first = 8 + int.from_bytes(opened.read(8), "little")
-    size = path.stat().st_size - first
-    places = {}
-    for name, tensor in tensors.items():
-        try:
-            dtype, shape, (start, end) = tensor["dtype"], tuple(tensor["shape"]), tensor["data_offsets"]
-            whole = all(isinstance(number, int) and number >= 0 for number in (*shape, start, end))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelError(f"{path}: {name}: the safetensors header is damaged: {error}; copy it again") from error
-        if not whole or not isinstance(dtype, str) or len(shape) > 8 or not start <= end <= size:
-            raise ModelError(f"{path}: {name}: the safetensors header is damaged; copy it again")
-        numbers = 1
-        for length in shape:
-            numbers *= length
-        if dtype in _FLOATS and numbers * _FLOATS[dtype] != end - start:
-            raise ModelError(
-                f"{path}: {name}: {end - start} bytes cannot hold {shape} numbers of {dtype}; copy the file again"
-            )
-        places[name] = _FileSpan(file=file, dtype=dtype, shape=shape, start=first + start, end=first + end)
-    return places
+    return {
+        name: _FileSpan(
+            file=file,
+            dtype=tensor["dtype"],
+            shape=tuple(tensor["shape"]),
+            start=first + tensor["data_offsets"][0],
+            end=first + tensor["data_offsets"][1],
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 # -- GGUF -------------------------------------------------------------------------------------------------------------
@@ -380,8 +371,6 @@ _OF_EXPERTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "ffn_gate_up_exps": ("gate_proj", "up_proj"),
     }
 )
-# A matrix of one row, which some converters write as a vector.
-_ONE_ROW = "shared_expert_gate.weight"
 # Those whose `attention_bias` is of the outputs, too.
 _BIASED_OUTPUTS = ("llama", "qwen3", "gpt_oss", "granitemoehybrid", "falcon_h1")
 # Read with the configuration (gguf_config.py).
@@ -428,6 +417,7 @@ class GgufCheckpoint(Checkpoint):
         self._make(parts)
         self._last: StoredTensor | None = None  # for it is asked for again
         self._zeros: dict[str, int] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         if config.get("attention_bias") or config.get("qkv_bias") or self._model_type == "qwen2":
             names = "qkvo" if self._model_type in _BIASED_OUTPUTS else "qkv"
             self._complete(f"self_attn.{name}_proj" for name in names)
@@ -441,9 +431,12 @@ class GgufCheckpoint(Checkpoint):
         return name in self._tensors or name in self._zeros or name in self._made
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """As it was asked for last, without a shape: converters leave out dimensions of 1, and add some."""
         found = super().tensor(name)
-        if shape is not None and _squeezed(found.shape) == _squeezed(shape):
-            found = replace(found, shape=shape)  # llama.cpp's converter leaves out dimensions of 1, and adds some
+        own = self._shapes.get(name) if shape is None else shape
+        if own is not None and _squeezed(found.shape) == _squeezed(own):
+            found = replace(found, shape=own)
+            self._shapes[name] = own
         return found if shape is None or found.shape == shape else super().tensor(name, shape)
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -558,8 +551,6 @@ class GgufCheckpoint(Checkpoint):
             number, count = stored.part
             size = tensor.size_bytes // count
             data, shape = data[number * size :][:size], (shape[0] * shape[1] // count, *shape[2:])
-        if name.endswith(_ONE_ROW) and len(shape) == 1:
-            shape = (1, *shape)
         is_own = name in self._tensors
         return StoredTensor(
             name=name,
@@ -567,7 +558,7 @@ class GgufCheckpoint(Checkpoint):
             shape=shape,
             encoding=tensor.encoding.name,
             data=data,
-            row_order=self._row_order(name, shape[0]) if is_own else None,
+            row_order=self._row_order(name, max(shape) if 1 in shape else shape[0]) if is_own else None,
             added=1.0 if is_own and self._layout.plus_one and name.endswith("norm.weight") else 0.0,
         )
 

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +55,16 @@ from inference_engine.models.safetensors_header import check_safetensors
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from inference_engine.models.checkpoint import Checkpoint
+    from inference_engine.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16")
+
+# What torch takes for a number, and what it does of masks and counters, which are none.
+_FLOATS = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_WHOLE = ("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+_EXPERTS = ".experts."
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -480,7 +485,7 @@ def _from_pretrained(folder: Path, config: PretrainedConfig, dtype: Any, attenti
 
 def _fitting(folder: Path, config: PretrainedConfig, load: Callable[[Path, Mapping[str, Any]], Any]) -> Any:
     """The model that `load` makes of a folder that is safe to open, with more arguments. Raises ModelError."""
-    from inference_engine.models.checkpoint import BESIDE_OTHERS, SafetensorsCheckpoint
+    from inference_engine.models.checkpoint import BESIDE_OTHERS, SafetensorsCheckpoint, text_name
     from inference_engine.models.configuration import configuration_of
     from inference_engine.models.places import generator_of
 
@@ -488,6 +493,9 @@ def _fitting(folder: Path, config: PretrainedConfig, load: Callable[[Path, Mappi
     configuration = configuration_of(folder)
     weights = weights_read(folder)
     _check_places(files, config)
+    types = {name: files.stored(name).encoding for name in files.names() if not name.startswith(configuration.left_out)}
+    others = {name: kind for name, kind in types.items() if kind not in _FLOATS}
+    _refuse_types(files, [name for name, kind in others.items() if kind not in _WHOLE])
     given: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}  # refused below, by name
     if "text_config" not in generator_of(config)[1].config_class.sub_configs:  # a class of text alone
         given["key_mapping"] = {f"^{re.escape(root)}": own for root, own in BESIDE_OTHERS}
@@ -504,7 +512,18 @@ def _fitting(folder: Path, config: PretrainedConfig, load: Callable[[Path, Mappi
                 f"{folder}: the weights do not fit config.json: {len(keys)} {kind.replace('_', ' ')}, "
                 f"first {keys[0]}; the files are of different models or versions"
             )
+    floating = {text_name(name) for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+    _refuse_types(files, [name for name in others if name in floating or _EXPERTS in name])
     return model
+
+
+def _refuse_types(files: SafetensorsCheckpoint, names: Sequence[str]) -> None:
+    """Raise ModelError if there is any name. transformers takes codes of numbers for numbers, or says nothing."""
+    for name in names:
+        raise ModelError(
+            f"{files.path}: {name} is stored as {files.stored(name).encoding}, which no number of a model is; "
+            f"{', '.join(_FLOATS)} can be read: use the model's unquantised weights"
+        )
 
 
 def _check_places(files: Checkpoint, config: PretrainedConfig) -> None:

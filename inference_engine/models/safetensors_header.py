@@ -9,13 +9,28 @@ Mapping a truncated file would kill the process at the first access to a missing
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from inference_engine.errors import ModelError
 
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
+MAX_DIMENSIONS = 8
+
+_BY_BITS = {
+    4: ("F4",),
+    6: ("F6_E2M3", "F6_E3M2"),
+    8: ("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E5M2FNUZ", "F8_E4M3FNUZ"),
+    16: ("I16", "U16", "F16", "BF16"),
+    32: ("I32", "U32", "F32"),
+    64: ("C64", "F64", "I64", "U64"),
+}
+# Of a number of each type that the format has.
+BITS: Mapping[str, int] = MappingProxyType({name: bits for bits, names in _BY_BITS.items() for name in names})
 
 # First bytes of other formats.
 _FOREIGN = {
@@ -27,7 +42,10 @@ _FOREIGN = {
 
 
 def check_safetensors(path: Path) -> dict[str, Any]:
-    """The header's tensors by name. Raises ModelError, saying which, if the file is foreign, truncated or overlong."""
+    """The header's tensors by name, each of a type and a shape that its bytes can hold.
+
+    Raises ModelError, saying which, if the file is foreign, truncated or overlong, and if a tensor has no such type.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(32)
@@ -53,6 +71,19 @@ def check_safetensors(path: Path) -> dict[str, Any]:
             if place != end or stop < place:
                 raise ValueError(f"{name} is at bytes {place} to {stop}, and what is before it ends at {end}")
             end = stop
+        for name, one in tensors.items():
+            start, stop = one["data_offsets"]
+            dtype, shape = one["dtype"], one["shape"]
+            whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+            if not isinstance(dtype, str) or not whole or len(shape) > MAX_DIMENSIONS:
+                raise ValueError(f"{name} is {dtype!r} of the shape {shape!r}, at {start!r} to {stop!r}")
+            if (bits := BITS.get(dtype)) is None:
+                raise ModelError(
+                    f"{path}: {name} is stored as {dtype!r}, which is no type of safetensors ({', '.join(BITS)}); get "
+                    "the file again"
+                )
+            if math.prod(shape) * bits != 8 * (stop - start):
+                raise ValueError(f"{name}: {stop - start} bytes cannot hold {tuple(shape)} numbers of {dtype}")
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: the safetensors header is damaged: {error}") from error
     expected = 8 + header_bytes + end

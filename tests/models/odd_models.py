@@ -160,6 +160,30 @@ def overlapping(folder: Path) -> None:
     path.write_bytes(len(written).to_bytes(8, "little") + written + content[start:])
 
 
+def stored_as(dtype: str, name: str, family: str = "llama", *, bits: int, **more: Any) -> Odd:
+    """A tensor of zeros, as so many bits of this type."""
+
+    def make(folder: Path) -> None:
+        saved(folder, family)
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header, written, body = json.loads(content[8:start]), {}, b""
+        for own, one in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [-1])):
+            if own == "__metadata__":
+                continue
+            first, end = one["data_offsets"]
+            data = content[start + first : start + end]
+            if own == name:
+                data, one["dtype"] = bytes(math.prod(one["shape"]) * bits // 8), dtype
+            written[own] = {**one, "data_offsets": [len(body), len(body) + len(data)]}
+            body += data
+        said = json.dumps({"__metadata__": {"format": "pt"}, **written}).encode()
+        path.write_bytes(len(said).to_bytes(8, "little") + said + body)
+
+    return Odd(make=make, **more)
+
+
 def mixed(tensors: Tensors) -> None:
     types = (torch.float32, torch.bfloat16, torch.float16)
     for number, name in enumerate(sorted(tensors)):
@@ -193,6 +217,7 @@ def gguf_of(
     tensors: Callable[[dict[str, Any]], Any] | None = None,
     after: Callable[[Path], Any] | None = None,
     most_tensors: int = 0,
+    encoding: str | Callable[[str], str] = "F32",
     **more: Any,
 ) -> Odd:
     """values, tensors: changes to the file. change: the same to the model. after: to the folder."""
@@ -202,7 +227,7 @@ def gguf_of(
         model = tiny_model(family) if isinstance(family, str) else family()
         if change is not None:
             model = change(model) or model
-        write_gguf(model, folder / file, values=values, tensors=tensors, most_tensors=most_tensors)
+        write_gguf(model, folder / file, encoding, values=values, tensors=tensors, most_tensors=most_tensors)
         if after is not None:
             after(folder)
         return model.eval()
@@ -218,6 +243,10 @@ def keys_that_none_reads(tensors: dict[str, Any]) -> None:
 def with_noise(name: str, tensors: dict[str, Any]) -> None:
     numbers = noise(32, 64)
     tensors[name] = numbers if isinstance(next(iter(tensors.values())), Tensor) else numbers.numpy()
+
+
+def reshaped(name: str, shape: tuple[int, ...], tensors: dict[str, Any]) -> None:
+    tensors[name] = tensors[name].reshape(shape)
 
 
 def without(name: str, tensors: Tensors) -> None:
@@ -290,6 +319,7 @@ GEMMA = {
     },
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+NORM = "blk.0.attn_norm.weight"
 SPLIT = "tiny-00001-of-00005.gguf"
 # Tensors that no layer reads, by family, and how a refusal names them.
 EXTRA = (
@@ -394,6 +424,24 @@ ODD: Mapping[str, Odd] = {
         refusal=r"layers\.1\.mlp\.up_proj",
     ),
     "types mixed": folder_of("qwen3", mixed),
+    **{
+        f"{name} in {dtype}": stored_as(
+            dtype, name, family, bits=bits, served_by=(), refusal=rf"{re.escape(name)} is stored as '?{dtype}"
+        )
+        for dtype, bits, family, name in (
+            ("F4", 4, "llama", "model.norm.weight"),
+            ("F8_E8M0", 8, "qwen2", "model.layers.0.mlp.up_proj.weight"),
+            ("I32", 32, "llama", "model.layers.1.self_attn.q_proj.weight"),
+            ("C64", 64, "qwen3", "model.embed_tokens.weight"),
+            ("strange", 16, "llama", "model.norm.weight"),
+        )
+    },
+    "experts in I8": stored_as(
+        "I8", "model.layers.0.mlp.experts.1.up_proj.weight", "qwen3moe", bits=8, served_by=(), refusal="stored as I8"
+    ),
+    "numbers in F64": stored_as(
+        "F64", "model.layers.0.mlp.up_proj.weight", bits=64, served_by=("torch",), refusal="F64"
+    ),
     "a tensor too many": folder_of(
         "llama",
         lambda own: own.update({"model.layers.7.mlp.up_proj.weight": noise(96, 64)}),
