@@ -12,9 +12,19 @@ from typing import Any, Self
 from inference_engine.cli.text import TextStream
 from inference_engine.errors import ModelError
 from inference_engine.server.http.turn_ends import template_of
-from kakeya import Client, GenerateResult, Session, SessionInfo, Strategy, tokenization
+from kakeya import (
+    Client,
+    GenerateResult,
+    Session,
+    SessionInfo,
+    Strategy,
+    TemplateError,
+    TokenizerError,
+    tokenization,
+)
 
 APPEND_TOKENS = 4096  # in one call
+SAID = "Hello"  # what each chat template of a model that chats renders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,6 +214,17 @@ def load_chat_tokenizer(folder: Path, *, name: str, may_continue: bool = False) 
     if not may_continue and template_of(getattr(tokenizer, "chat_template", None), name) is None:
         raise ModelError(f"{name} has no chat template, so it cannot chat; choose an instruct model")
     return tokenizer
+
+
+def why_no_chat(folder: Path, *, name: str) -> str:
+    """What keeps a model with the tokenizer in a folder from chats; "" if nothing does."""
+    try:
+        tokenization.tokens_for_chat([{"role": "user", "content": SAID}], load_chat_tokenizer(folder, name=name))
+    except (ModelError, TokenizerError) as error:
+        return str(error)
+    except TemplateError as error:
+        return f"{name}: {error}"
+    return ""
 
 
 def sdk_strategy(text: str) -> Strategy:

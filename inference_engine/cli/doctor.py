@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "kakeya")
 PROMPT = (1, 2, 3)
-SAID = "Hello"  # what each chat template of a model that chats renders
 
 
 class Level(enum.Enum):
@@ -224,20 +223,17 @@ def _model(found: Settings) -> Finding:
 
 
 def _tokenizer(found: Settings) -> Finding:
-    from inference_engine.cli.conversation import load_chat_tokenizer
+    from inference_engine.cli.conversation import why_no_chat
     from inference_engine.models import find_model, read_config, sizes, tokenizer_folder
     from inference_engine.models.tokenizer_ids import check_tokenizer_ids
-    from kakeya import TemplateError
-    from kakeya.tokenization import tokens_for_chat
 
-    unfit = "`kakeya chat` and `kakeya demo` cannot use this model: "
     try:
         folder = tokenizer_folder(found.model.model, found.model.cache_path)
-        tokens_for_chat([{"role": "user", "content": SAID}], load_chat_tokenizer(folder, name=found.model.model))
+        why = why_no_chat(folder, name=found.model.model)
     except ModelError as error:
-        return Finding(Level.WARN, f"{unfit}{error}")
-    except TemplateError as error:
-        return Finding(Level.WARN, f"{unfit}{found.model.model}: {error}")
+        why = str(error)
+    if why:
+        return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {why}")
     model = find_model(found.model.model, cache=found.model.cache_path)
     if said := check_tokenizer_ids(model, folder, sizes(read_config(model), model.folder)[1]):
         return Finding(Level.WARN, f"present, with a chat template; {said}")

@@ -205,6 +205,7 @@ def _show(checked: CheckedFolder, settings: ModelConfig, *, verified: bool) -> T
 
 
 def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
+    from inference_engine.cli.conversation import why_no_chat
     from inference_engine.models.tokenizer_ids import check_tokenizer_ids
     from inference_engine.server.http.turn_ends import model_end_ids
 
@@ -215,7 +216,10 @@ def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
     except ModelError as error:
         return f"none that can be used: {error}"
     ends = ", ".join(map(str, model_end_ids(checked, folder, rows))) or "none"
-    return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}"
+    why = why_no_chat(folder, name=settings.model)
+    return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}" + (
+        f"\n`kakeya chat` cannot use it: {why}" if why else ""
+    )
 
 
 def _facts(checked: CheckedFolder, settings: ModelConfig, runs_on: str, *, verified: bool) -> list[tuple[str, str]]:

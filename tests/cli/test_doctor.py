@@ -131,6 +131,20 @@ def test_a_template_that_cannot_render_what_a_user_says_is_found(
         assert says in text
 
 
+def test_doctor_and_show_say_that_a_tokenizer_cannot_be_loaded(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for check in ("family", "self test"):
+        monkeypatch.setitem(CHECKS, check, CHECKS["machine"])
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "tiny"))
+    (folder / "chat_template.json").write_text("{")
+    assert doctor("--model", folder) == 0
+    level, text = lines(capsys.readouterr().out)["tokenizer"]
+    assert (level, "holds no tokenizer that can be loaded: Expecting property name" in text) == ("warn", True)
+    assert main(["models", "show", str(folder)]) == 0
+    assert "`kakeya chat` cannot use it" in capsys.readouterr().out
+
+
 def test_a_family_that_is_not_served_fails_with_the_reason(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

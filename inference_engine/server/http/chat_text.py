@@ -15,8 +15,8 @@ from inference_engine.errors import ModelError
 from inference_engine.server.http.template import MAX_SECONDS, MAX_TEMPLATE_CHARACTERS, ChatTemplate, Message
 from inference_engine.server.http.turn_ends import end_of_turn, template_of
 from inference_engine.session.history import TokenIds
-from kakeya._chat_template import templates_in
-from kakeya.tokenization import ReplyText
+from kakeya import TokenizerError
+from kakeya.tokenization import ReplyText, load_tokenizer
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # Per file of the tokenizer; a large vocabulary takes 40 MB.
@@ -32,7 +32,7 @@ class ChatText:
     def __init__(
         self, tokenizer: Any, *, name: str, max_render_seconds: float = MAX_SECONDS, processes: int = PROCESSES
     ) -> None:
-        """Raises ModelError if `tokenizer` (transformers') has no chat template. name: of its model."""
+        """tokenizer: of `load_tokenizer`. Raises ModelError if it has no chat template. name: of its model."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ModelError(
@@ -42,7 +42,7 @@ class ChatText:
         backend.no_truncation()
         backend.no_padding()
         self._tokens = backend
-        self._added: dict[str, int] = tokenizer.added_tokens_encoder
+        self._added = {token.content: at for at, token in tokenizer.added_tokens_decoder.items()}
         template = template_of(tokenizer.chat_template, name)
         if template is None:
             raise ModelError(
@@ -148,14 +148,10 @@ def load_chat_text(folder: Path, *, name: str) -> ChatText:
             trial.start()
         finally:
             trial.close()
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        # transformers reads those in other files for the tokenizers of pictures' processors only.
-        tokenizer.chat_template = tokenizer.chat_template or templates_in(folder)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+        tokenizer = load_tokenizer(folder)
+    except TokenizerError as error:
+        raise ModelError(str(error)) from error
     return ChatText(tokenizer, name=name)
 
 

@@ -19,6 +19,8 @@ from inference_engine.server.http.chat_text import load_chat_text
 from inference_engine.server.http.error_replies import RenderLimit
 from inference_engine.server.http.render_process import write_frame
 from inference_engine.server.http.template import ChatTemplate
+from kakeya import TokenizerError
+from kakeya.tokenization import end_of_turn_ids, load_tokenizer, tokens_for_chat
 from tests.tiny_folder import TEMPLATE, tiny_tokenizer
 
 pytestmark = pytest.mark.hostile
@@ -206,6 +208,43 @@ def test_the_template_of_a_folder_is_found_wherever_it_is_or_refused(
         assert chat.end_ids == (tokenizer.eos_token_id,)
         ids = chat.prompt_ids([{"role": "user", "content": "Hello"}])
         assert "Hello" in tokenizer.decode(ids)
+
+
+NO_NAMES = r"tokenizer_config\.json: chat_template is neither a text nor a list"
+ODD_FILES = [
+    ("tokenizer_config.json", {"chat_template": 7}, NO_NAMES),
+    ("tokenizer_config.json", {"chat_template": [{"name": "a"}, 3]}, NO_NAMES),
+    ("tokenizer_config.json", {"chat_template": [{"name": "a", "more": 1}]}, NO_NAMES),
+    ("tokenizer_config.json", {"chat_template": [{"name": None, "template": None}]}, NO_NAMES),
+    ("chat_template.json", [], r"chat_template\.json holds no object"),
+    ("special_tokens_map.json", [], r"special_tokens_map\.json holds no object"),
+    *(
+        ("tokenizer_config.json", {"added_tokens_decoder": added}, "does not name tokens by their ids")
+        for added in (["x"], {"5": None}, {"5": {"special": True}}, {"x": {"content": "<|im_end|>"}})
+    ),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"5": {"content": "<|im_end|>"}}}, "is 5, .* makes it"),
+    # A name without a token is none, and gives no further id.
+    *(("tokenizer_config.json", {"eos_token": odd, "pad_token": "<pad>"}, "") for odd in ("<none>", 3, ["<|im_end|>"])),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "refusal"), ODD_FILES)
+def test_the_door_and_the_sdk_read_the_same_of_odd_files(name: str, content: Any, refusal: str, tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / name
+    held = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(held | content if isinstance(content, dict) else content))
+    if refusal:
+        with pytest.raises(TokenizerError, match=refusal):
+            load_tokenizer(tmp_path)
+        with pytest.raises(ModelError, match=refusal):
+            load_chat_text(tmp_path, name="tiny")
+        return
+    messages = [{"role": "user", "content": "<pad> and <none>"}]
+    with closing(load_chat_text(tmp_path, name="tiny")) as chat:
+        tokenizer = load_tokenizer(tmp_path)
+        assert chat.prompt_ids(messages).tolist() == tokens_for_chat(messages, tokenizer)
+        assert chat.end_ids == end_of_turn_ids(tokenizer)
 
 
 def test_closing_while_the_process_loads_ends_it(

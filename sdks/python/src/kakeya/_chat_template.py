@@ -50,7 +50,9 @@ def templates_in(folder: Path) -> str | dict[str, str] | None:
     for name in ("chat_template.json", "tokenizer_config.json"):
         if (folder / name).is_file():
             held = json.loads((folder / name).read_text(encoding="utf-8"))
-            found = _named(held.get("chat_template") if isinstance(held, dict) else None) or found
+            if not isinstance(held, dict):
+                raise ValueError(f"{name} holds no object")
+            found = _named(held.get("chat_template"), name) or found
     if (folder / "chat_template.jinja").is_file():
         found[_DEFAULT] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for path in sorted(folder.glob("additional_chat_templates/*.jinja")):
@@ -58,8 +60,10 @@ def templates_in(folder: Path) -> str | dict[str, str] | None:
     return found[_DEFAULT] if list(found) == [_DEFAULT] else found or None
 
 
-def _named(templates: Any) -> dict[str, str]:
-    if isinstance(templates, str):
-        return {_DEFAULT: templates}
-    items = templates if isinstance(templates, list) else []
-    return {str(item["name"]): str(item["template"]) for item in items if isinstance(item, dict) and len(item) >= 2}
+def _named(templates: Any, file: str) -> dict[str, str]:
+    held = {_DEFAULT: templates} if isinstance(templates, str) else {} if templates is None else templates
+    if isinstance(held, list) and all(isinstance(item, dict) for item in held):
+        held = {item.get("name"): item.get("template") for item in held}
+    if not isinstance(held, dict) or not all(isinstance(text, str) for item in held.items() for text in item):
+        raise ValueError(f"{file}: chat_template is neither a text nor a list of {{name, template}}, which are texts")
+    return held

@@ -56,7 +56,7 @@ class FolderTokenizer:
         config = _object(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # an old one: then transformers has the names of the map
             config |= _object(folder / "special_tokens_map.json")
-        _add_tokens(backend, config.get("added_tokens_decoder"))
+        _add_tokens(backend, config.get("added_tokens_decoder") or {})
         named = {name: text for name, value in _named(config) if (text := _text(value)) is not None}
         ends = _object(folder / "config.json").get("eos_token_id")
         eos_ids = [each for each in (ends if isinstance(ends, list) else [ends]) if type(each) is int]
@@ -153,8 +153,13 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _add_tokens(backend: Tokenizer, added: Any) -> None:
     """Those of tokenizer_config.json that tokenizer.json has not. Raises ValueError if one has another id there."""
+    if not isinstance(added, dict) or not all(
+        at.isdecimal() and isinstance(fields, dict) and isinstance(fields.get("content"), str)
+        for at, fields in added.items()
+    ):
+        raise ValueError("tokenizer_config.json: added_tokens_decoder does not name tokens by their ids")
     held = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token_id, fields in sorted((added or {}).items(), key=lambda item: int(item[0])):
+    for token_id, fields in sorted(added.items(), key=lambda item: int(item[0])):
         if fields["content"] not in held:
             flags = {name: fields[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in fields}
             backend.add_tokens([AddedToken(fields["content"], special=bool(fields.get("special")), **flags)])
