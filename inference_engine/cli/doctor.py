@@ -227,13 +227,13 @@ def _tokenizer(found: Settings) -> Finding:
     from inference_engine.models import find_model, read_config, sizes, tokenizer_folder
     from inference_engine.models.tokenizer_ids import check_tokenizer_ids
 
+    unfit = "`kakeya chat` and `kakeya demo` cannot use this model: "
     try:
         folder = tokenizer_folder(found.model.model, found.model.cache_path)
-        why = why_no_chat(folder, name=found.model.model)
     except ModelError as error:
-        why = str(error)
-    if why:
-        return Finding(Level.WARN, f"`kakeya chat` and `kakeya demo` cannot use this model: {why}")
+        return Finding(Level.WARN, f"{unfit}{error}")
+    if why := why_no_chat(folder, name=found.model.model):
+        return Finding(Level.WARN, f"{unfit}{why}")
     model = find_model(found.model.model, cache=found.model.cache_path)
     if said := check_tokenizer_ids(model, folder, sizes(read_config(model), model.folder)[1]):
         return Finding(Level.WARN, f"present, with a chat template; {said}")

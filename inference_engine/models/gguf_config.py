@@ -81,7 +81,7 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
     if said is not None and np.any(said != rows):
         notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
-    if unknown := unlisted_in_gguf([*header.values, *header.string_arrays], architecture):
+    if unknown := unlisted_in_gguf([*header.values], architecture):
         notes.append(f"keys that are not known, and are not read: {in_a_line(unknown)}")
     return tuple(notes)
 

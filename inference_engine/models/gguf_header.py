@@ -17,7 +17,7 @@ from __future__ import annotations
 import mmap
 import stat
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -73,22 +73,27 @@ class GgufTensor:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class StringArray:
+    """place: of the first, in the file."""
+
+    place: int
+    count: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count} strings"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GgufHeader:
-    """values: numbers, truth values and strings, and arrays of numbers as numpy has them; arrays of strings are read by
-    `strings`. tensors: by name, in the order of the file. parts: its files; `path` is the first of them.
+    """values: numbers, truth values and strings, and arrays of numbers as numpy has them; of a StringArray `strings`
+    reads the strings. tensors: by name, in the order of the file. parts: its files; `path` is the first of them.
     """
 
     path: Path
     parts: tuple[Path, ...]
     values: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
-    _strings: Mapping[str, tuple[int, int]]  # the first one's place in the file, and how many
-
-    @property
-    def string_arrays(self) -> Collection[str]:
-        """The keys that `strings` reads."""
-        return self._strings.keys()
 
     def number(self, key: str) -> int | None:
         """A whole number; None if there is none of this name. Raises ModelError for anything else."""
@@ -114,14 +119,17 @@ class GgufHeader:
         raise ModelError(f"{self.path}: {key} is {_shown(value)}, expected a string; get the file again")
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings; None if there is none of this name. Raises ModelError if one is not UTF-8."""
-        if key not in self._strings:
+        """An array of strings; None if there is none of this name. Raises ModelError for anything else, and if one is
+        not UTF-8."""
+        array = self.values.get(key)
+        if array is None:
             return None
-        place, count = self._strings[key]
+        if not isinstance(array, StringArray):
+            raise ModelError(f"{self.path}: {key} is {_shown(array)}, expected an array of strings; get the file again")
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             reader = _Reader(content, self.path)
-            reader.place = place
-            return [reader.string(f"{key}, item {item}", MAX_STRING_BYTES) for item in range(count)]
+            reader.place = array.place
+            return [reader.string(f"{key}, item {item}", MAX_STRING_BYTES) for item in range(array.count)]
 
 
 def read_gguf(path: Path) -> GgufHeader:
@@ -193,7 +201,7 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
         )
     tensors = reader.count("tensors", MAX_TENSORS)
     keys = reader.count("key-value pairs", MAX_KEYS)
-    values, strings = _values(reader, keys)
+    values = _values(reader, keys)
     alignment = values.get("general.alignment", 32)
     if (
         not isinstance(alignment, int)
@@ -211,16 +219,14 @@ def _read(reader: _Reader, path: Path) -> GgufHeader:
         parts=(path,),
         values=MappingProxyType(values),
         tensors=MappingProxyType(found),
-        _strings=MappingProxyType(strings),
     )
 
 
-def _values(reader: _Reader, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+def _values(reader: _Reader, count: int) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    strings: dict[str, tuple[int, int]] = {}
     for index in range(count):
         key = reader.string(f"key {index}", MAX_NAME_BYTES)
-        if key in values or key in strings:
+        if key in values:
             raise ModelError(f"{reader.path}: the key {key!r} comes twice; get the file again")
         kind = reader.number("<I", key)
         if kind == _STRING:
@@ -230,7 +236,7 @@ def _values(reader: _Reader, count: int) -> tuple[dict[str, Any], dict[str, tupl
         elif kind == _ARRAY:
             items, length = reader.number("<I", key), reader.number("<Q", key)
             if items == _STRING:
-                strings[key] = reader.place, length
+                values[key] = StringArray(reader.place, length)
                 reader.pass_strings(length, key)
             elif items in _SCALARS:
                 values[key] = reader.numbers(_SCALARS[items], length, key)
@@ -238,7 +244,7 @@ def _values(reader: _Reader, count: int) -> tuple[dict[str, Any], dict[str, tupl
                 raise ModelError(f"{reader.path}: {key} is an array of type {items}, which cannot be read")
         else:
             raise ModelError(f"{reader.path}: {key} has type {kind}, which cannot be read; get the file again")
-    return values, strings
+    return values
 
 
 def _tensors(reader: _Reader, count: int, alignment: int) -> dict[str, GgufTensor]:

@@ -155,7 +155,7 @@ def _end_texts(texts: Sequence[str]) -> frozenset[str]:
 
 
 def _check_keys(header: GgufHeader) -> None:
-    for key in (*header.values, *header.string_arrays):
+    for key in header.values:
         treatment, why = TOKENIZER_KEYS.get(key, (REFUSED, "not a key that is known, so texts could mean other ids"))
         if key.startswith("tokenizer.ggml.") and treatment == REFUSED:
             raise ModelError(f"{header.path}: its tokenizer cannot be read: {key}: {why}; {REMEDY}")

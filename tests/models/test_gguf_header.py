@@ -76,6 +76,10 @@ def test_a_small_file_is_read(tmp_path: Path) -> None:
     assert header.strings("words") == ["one", "zwölf"]
     absent: list[object] = [read("none") for read in (header.strings, header.number, header.real, header.text)]
     assert absent == [None] * 4
+    # What is there is never taken for absent because it is something else.
+    for read, key in ((header.number, "words"), (header.real, "words"), (header.text, "words"), (header.strings, "n")):
+        with pytest.raises(ModelError, match=rf"{key} is (an array of 2 strings|7), expected"):
+            read(key)
     assert header.values["numbers"].tolist() == [-1, 0, 1]
     found = [(tensor.name, tensor.shape, tensor.encoding.name, tensor.size_bytes) for tensor in header.tensors.values()]
     assert found == [("a", (2, 8), "F32", 64), ("b", (1, 32), "Q8_0", 34)]
