@@ -32,12 +32,12 @@ TEMPLATE = """\
 {%- if tools is defined and tools -%}{{ tools | length }}{%- endif -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-# As Phi and GLM have it: a role between the halves of a special token.
+# As Phi and GLM have it: a role between the halves of a special token, the end of a text behind a conversation.
 ROLES = """\
 {%- for message in messages -%}
 {{ '<|' + message.role + '|>' + message.content }}{%- if message.name -%}<|{{ message.name }}|>{%- endif -%}<|end|>
 {%- endfor -%}
-{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- else -%}{{ eos_token }}{%- endif -%}
 """
 WORDS = ["Hi!", "What is 2 + 3? ", "naïve café 東京 🙂", "a  b\n\n c", "The weather's fine, isn't it?"]
 
@@ -53,8 +53,8 @@ def roles() -> PreTrainedTokenizerFast:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", chat_template=ROLES)
+    tokenizer.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", chat_template=ROLES)
 
 
 def byte_level() -> PreTrainedTokenizerFast:

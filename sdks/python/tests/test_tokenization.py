@@ -107,6 +107,21 @@ def test_each_family_gets_its_next_turn(example: Callable[[str], ModuleType], fa
     assert start + cut + tokens_for_next_turn([user("b?")], tokenizer, after=cut) == history
 
 
+def test_the_end_of_a_text_that_a_template_puts_behind_a_conversation_is_not_the_turns() -> None:
+    """As templates of Phi have it. One that has nothing else behind the last turn says two things about its end."""
+    ending = CHATML + "{%- if not add_generation_prompt -%}{{ eos_token }}{%- endif -%}"
+    tokenizer = byte_level_tokenizer(ending, end="<|endoftext|>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    history = tokens_for_chat([user("a")], tokenizer)
+    whole = tokens_for_chat([user("a"), assistant("Yes."), user("b")], tokenizer)
+    for generated in (encode(tokenizer, "Yes."), [*encode(tokenizer, "Yes."), end]):
+        assert [*history, *generated, *tokens_for_next_turn([user("b")], tokenizer, after=generated)] == whole
+    bare = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if not add_generation_prompt %}"
+    tokenizer = byte_level_tokenizer(bare + "{{ eos_token }}{% endif %}", end="<|endoftext|>")
+    with pytest.raises(kakeya.TemplateError, match="no ids can be appended that fit both"):
+        tokens_for_next_turn([user("b")], tokenizer, after=[])
+
+
 def test_a_template_that_reshapes_earlier_turns_does_not_touch_the_history(
     example: Callable[[str], ModuleType],
 ) -> None:

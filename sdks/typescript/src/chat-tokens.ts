@@ -313,6 +313,9 @@ function afterAssistant(
   const [turnText, turn] = renderedAfter(tokenizer, before, spoken, messages, options);
   // A call's result can belong to the turn of the call.
   if (!turnText.startsWith(endText) && spoken.closing !== "") return [[], turn];
+  if (!turnText.startsWith(endText) && turnText.startsWith(withoutTextEnd(tokenizer, endText, end))) {
+    return [end.slice(0, -1), turn];
+  }
   if (!turnText.startsWith(endText)) {
     throw new TemplateError(
       `the chat template ends an assistant's turn with ${JSON.stringify(endText)} when it is the last, but goes on with ` +
@@ -321,6 +324,17 @@ function afterAssistant(
     );
   }
   return [end, turn];
+}
+
+/**
+ * What follows an assistant's words, without the end of a text that templates of Phi put behind a conversation. Only
+ * behind another token, which ends the turn: else it is the turn's end itself.
+ */
+function withoutTextEnd(tokenizer: ChatTokenizer, text: string, ids: readonly number[]): string {
+  const before = ids.slice(0, -1);
+  const last = tokenizer.addedTokens.find(({ id }) => id === ids.at(-1) && tokenizer.eosTokenIds.includes(id));
+  const isBehind = tokenizer.addedTokens.some(({ id }) => before.includes(id));
+  return last !== undefined && isBehind && text.endsWith(last.text) ? text.slice(0, -last.text.length) : text;
 }
 
 /** What the template puts after what the assistant spoke, as text and as ids. */

@@ -307,6 +307,17 @@ class Writer:
         in_parts = [{"type": "text", "text": words}]
         return words if self._shows(words) or not self._shows(words, in_parts) else in_parts
 
+    def without_text_end(self, text: str, ids: Sequence[int]) -> str:
+        """What follows an assistant's words, without the end of a text that templates of Phi put behind a conversation.
+
+        Only behind another token, which ends the turn: else it is the turn's end itself.
+        """
+        added = self._tokenizer.added_tokens_decoder
+        if len(ids) < 2 or ids[-1] not in _own_ends(self._tokenizer) or added.keys().isdisjoint(ids[:-1]):
+            return text
+        last = added.get(ids[-1])
+        return text.removesuffix(getattr(last, "content", str(last)))
+
     def _shows(self, words: str, content: Any = None) -> bool:
         message = {"role": "user", "content": words if content is None else content}
         try:
@@ -421,6 +432,8 @@ def _after_assistant(
     turn_text, turn = _rendered_after(writer, before, spoken, messages, add_generation_prompt)
     if not turn_text.startswith(end_text) and spoken.closing:
         return [], turn  # a call's result can belong to the turn of the call
+    if not turn_text.startswith(end_text) and turn_text.startswith(writer.without_text_end(end_text, end)):
+        return end[:-1], turn
     if not turn_text.startswith(end_text):
         raise TemplateError(
             f"the chat template ends an assistant's turn with {end_text!r} when it is the last, but goes on with "
