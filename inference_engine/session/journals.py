@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
 import socket
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from inference_engine.session.sqlite_journal import SQLiteJournal
 
 KINDS = {"sqlite": "FOLDER", "postgres": "DSN"}
+_NAME_BYTES = 56  # with `kakeya ` before them, the most of a connection's name
+_NAME = re.compile(f"(?! )[ -~]{{1,{_NAME_BYTES}}}(?<! )")
 
 
 def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) -> Journal:
@@ -46,7 +50,7 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
             config.kept,
             weights=weights,
             metrics=metrics,
-            replica=config.replica or socket.gethostname(),
+            replica=_name(config.replica),
             lease_seconds=config.lease_seconds,
             keep_seconds=config.session_keep_seconds,
             even_clock=even_clock,
@@ -55,6 +59,23 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
     # Without the place, which may hold a password.
     known = " or ".join(f"{name}:{place}" for name, place in KINDS.items())
     raise ConfigError(f"journal: there is no journal of the kind {kind!r}; name one as {known}")
+
+
+def _name(given: str) -> str:
+    """Of a server, as its connections have it, too: PostgreSQL cuts that, and spells other letters in its own way.
+
+    given: "" for the machine's. Raises ConfigError for one that cannot be had, or of a machine that has none.
+    """
+    name = given or socket.gethostname()
+    if _NAME.fullmatch(name):
+        return name
+    if given or not name.strip():
+        raise ConfigError(
+            f"replica: {name!r} is no name of a server{'' if given else ', but this machine has it'}; give one of 1 to "
+            f"{_NAME_BYTES} characters of ASCII with --replica"
+        )
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:8]
+    return f"{re.sub('[^!-~]', '_', name)[: _NAME_BYTES - 9]}-{digest}"
 
 
 def open_for_tools(place: str) -> SQLiteJournal | PostgresJournal:

@@ -345,7 +345,6 @@ def connect(dsn: str, durability: Durability, name: str) -> PostgresConnection:
     given = conninfo_to_dict(dsn)
     defaults: dict[str, str | int] = {
         "connect_timeout": _CONNECT_SECONDS,
-        "application_name": f"kakeya {name}",  # by which `claim` knows it
         "tcp_user_timeout": _SILENT_MS,
         "keepalives_idle": 5,
         "keepalives_interval": 2,
@@ -355,9 +354,9 @@ def connect(dsn: str, durability: Durability, name: str) -> PostgresConnection:
         silent_ms = max(0, int(given.get("tcp_user_timeout") or 0)) or _SILENT_MS
     except ValueError as error:
         raise psycopg.OperationalError(f"tcp_user_timeout takes milliseconds: {error}") from error
-    connection = _Connection.connect(
-        make_conninfo(dsn, **{key: value for key, value in defaults.items() if key not in given}), autocommit=True
-    )
+    settings = {key: value for key, value in defaults.items() if key not in given}
+    settings["application_name"] = f"kakeya {name}"  # by which `claim` knows it
+    connection = _Connection.connect(make_conninfo(dsn, **settings), autocommit=True)
     connection.patience = silent_ms / 1000
     # A lock that a frozen one holds is waited for again, so that none who wait for it are left behind.
     connection.execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -254,6 +255,29 @@ def test_copies_of_kv_are_indexed_there_and_their_files_lie_in_a_folder(database
     assert not list(folder.iterdir())
     journal.stop()
     assert journal_with(database).book is None
+
+
+def test_the_name_of_a_server_is_that_of_its_connections(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which others end them: a name that is cut or spelled otherwise would leave a frozen server's commit open."""
+    for given in ("é", "n" * 57, " ", "a\n", " a"):
+        with pytest.raises(ConfigError, match="no name of a server; give one of 1 to 56 characters"):
+            journal_with(database, replica=given)
+    names = set()
+    config = EngineConfig(journal=f"postgres:{database.dsn} application_name=other", durability="process")
+    for machine in ("here", "pod-" + "x" * 59, "pod-" + "x" * 58 + "y", "büro"):
+        monkeypatch.setattr(socket, "gethostname", lambda machine=machine: machine)
+        journal = open_journal(config, weights=WEIGHTS, metrics=EngineMetrics())
+        ((name, connection),) = database.say(
+            "select r.name, a.application_name from kakeya.replicas r join pg_stat_activity a on a.pid = r.backend "
+            "where r.until > clock_timestamp()"
+        )
+        assert connection == f"kakeya {name}"
+        names.add(name)
+        journal.stop()
+    assert len(names) == 4
+    monkeypatch.setattr(socket, "gethostname", str)
+    with pytest.raises(ConfigError, match="'' is no name of a server, but this machine has it"):
+        journal_with(database)
 
 
 @further_test
