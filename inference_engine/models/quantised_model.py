@@ -74,7 +74,11 @@ def _is_quantised(files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: s
 
 
 def _check_names(files: SafetensorsCheckpoint, layout: QuantisedLayout, parameters: set[str], stems: set[str]) -> None:
-    """Raise ModelError unless every tensor has a place."""
+    """Raise ModelError unless every tensor has a place, and each matrix one set of numbers."""
+    one_of = _FP8_SCALES if layout.method == "fp8" else ("qweight", "weight")
+    for stem in sorted(stems):
+        if len(found := [f"{stem}.{suffix}" for suffix in one_of if f"{stem}.{suffix}" in files]) > 1:
+            raise ModelError(f"{files.path}: {' and '.join(found)} are both there, of one matrix; get the files again")
     suffixes = ("weight", *_FP8_SCALES) if layout.method == "fp8" else ("qweight", "qzeros", "scales", "g_idx")
     known = {text_name(name) for name in parameters} | {f"{stem}.{suffix}" for stem in stems for suffix in suffixes}
     known.add(HEAD)  # of tied embeddings, with the same numbers

@@ -207,6 +207,12 @@ def in_gptq_order(folder: Path, *, order: Callable[[Tensor], Tensor], desc_act: 
     return model
 
 
+def quantised_and_not(folder: Path) -> None:
+    in_gptq_order(folder, order=lambda own: own)
+    path, stem = folder / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    save_file(load_file(path) | {f"{stem}.weight": noise(64, 64)}, path, {"format": "pt"})
+
+
 def gguf_of(
     family: str | Callable[[], Any],
     *,
@@ -619,6 +625,9 @@ ODD: Mapping[str, Odd] = {
         make=lambda folder: in_gptq_order(folder, order=lambda own: own.flip(0), desc_act=False),
         served_by=(),
         refusal="g_idx|gptq",
+    ),
+    "a matrix that is quantised and is not": Odd(
+        make=quantised_and_not, served_by=(), refusal=r"q_proj\.qweight and .*q_proj\.weight are both there|gptq"
     ),
     # -- GGUF
     "GGUF": gguf_of("llama"),
