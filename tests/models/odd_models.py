@@ -422,7 +422,7 @@ ODD: Mapping[str, Odd] = {
     "names of a part of another model": as_a_part("llama", beside_others),
     "names within a part of another model": as_a_part("qwen2", within_others),
     "names of a part of another model, experts": as_a_part("mixtral", beside_others),
-    "names of a part of another model, latent": as_a_part("deepseek2", beside_others, served_by=("torch",)),
+    "names of a part of another model, latent": as_a_part("deepseek2", beside_others, served_by=("torch", "mlx")),
     "a layer of both names": folder_of(
         "llama",
         lambda own: own.update({"layers.1.mlp.up_proj.weight": noise(96, 64)}),
@@ -499,8 +499,6 @@ ODD: Mapping[str, Odd] = {
     ),
     "the text of a model that sees": Odd(
         make=lambda folder: in_text_config(folder, "qwen35", "qwen3_5", within_others, vision_config={"depth": 1}),
-        served_by=("torch", "native"),
-        refusal="no kernel",
         note="served as a model of text",
     ),
     "rotation by nothing": folder_of(
@@ -757,11 +755,13 @@ ODD: Mapping[str, Odd] = {
     ),
     "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
-    "GGUF, recurrent states": gguf_of("qwen35", served_by=("torch", "native"), refusal="no kernel"),
-    "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch",), refusal="AttendLatent"),
-    "GGUF, Gemma 4": gguf_of("gemma4 with experts", served_by=("torch", "native"), refusal="no kernel"),
+    "GGUF, recurrent states": gguf_of("qwen35"),
+    "GGUF, one vector for all heads": gguf_of(
+        "deepseek2", served_by=("torch",), refusal="AttendLatent|has no .*experts"
+    ),
+    "GGUF, Gemma 4": gguf_of("gemma4 with experts"),
     "GGUF, keys and values of layers that read others'": gguf_of(
-        "gemma4 with inputs by layer", served_by=("torch", "native"), refusal="no kernel", tensors=keys_that_none_reads
+        "gemma4 with inputs by layer", tensors=keys_that_none_reads
     ),
     "GGUF, the rounding of YaRN's bounds": gguf_of("gpt-oss", served_by=("torch",), refusal="gpt_oss", note="bounds"),
     "GGUF, the gate of a shared expert as a vector": gguf_of("qwen2moe", tensors=without_dimensions_of_1),
