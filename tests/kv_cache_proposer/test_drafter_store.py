@@ -16,6 +16,7 @@ from torch import Tensor
 from inference_engine.errors import ModelError
 from inference_engine.models.checksums import sha256_of
 from kv_cache_proposer.dflash.drafter_files import MANIFEST, TENSORS, load_drafter, save_drafter, stored_target
+from kv_cache_proposer.dflash.network import DFlashNetwork
 from kv_cache_proposer.drafter_errors import DrafterError, ForeignDrafter
 from kv_cache_proposer.published_drafters import load_published
 from kv_cache_proposer.stored import StoredManifest
@@ -245,6 +246,7 @@ def test_layers_compute_what_the_published_code_makes_of_the_configuration(
 ) -> None:
     edit_config(published, **changes)
     network = load_published(published)
+    assert isinstance(network, DFlashNetwork)
     taps, block = (torch.randn(1, count, *width) for count, width in ((50, (2, SIZE)), (16, (SIZE,))))
     context = network.context(taps, torch.arange(50)[None])
     everything = torch.ones(1, 1, 1, 66, dtype=torch.bool)
