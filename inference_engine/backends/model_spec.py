@@ -21,11 +21,13 @@ class RotaryTable:
     """A RoPE table: the angle per position of each pair of numbers, float32, and the factor of cos and sin.
 
     still: how many numbers of a stored key lie before those that are rotated; then angles behind theirs are 0.
+    is_adjacent: a pair is of two numbers beside each other, as of complex numbers; else half a rotation apart.
     """
 
     angles: tuple[float, ...]
     factor: float
     still: int = 0
+    is_adjacent: bool = False
 
     @property
     def frequencies(self) -> NDArray[np.float32]:
@@ -54,19 +56,18 @@ class ModelSpec:
     def rotate(self, keys: Tensor, shifts: Tensor, name: str) -> Tensor:
         """Implements Rotate: float32 keys [H, n, D] that are rotated already, moved by `shifts` [n] positions.
 
-        Pairs are of a number and the one half a rotation further, as in transformers' Llama; the trial compares with
-        the model's own rotation. Angles past the trained positions are computed in float64.
+        The trial compares with the model's own rotation. Angles past the trained positions are computed in float64.
         """
         if name == UNROTATED:
             return keys
         table = self.rotaries[name]
         if table.still:
             first, keys = keys[..., : table.still], keys[..., table.still :]
-            return torch.cat((first, self._rotate(keys, shifts, table.angles[: keys.shape[-1] // 2])), dim=-1)
-        return self._rotate(keys, shifts, table.angles)
+            return torch.cat((first, self._rotate(keys, shifts, table)), dim=-1)
+        return self._rotate(keys, shifts, table)
 
-    def _rotate(self, keys: Tensor, shifts: Tensor, by: tuple[float, ...]) -> Tensor:
-        angles = torch.tensor(by, dtype=torch.float32)
+    def _rotate(self, keys: Tensor, shifts: Tensor, table: RotaryTable) -> Tensor:
+        angles = torch.tensor(table.angles[: keys.shape[-1] // 2], dtype=torch.float32)
         distances = shifts.abs()
         turns = distances[:, None].float() * angles
         cos, sin = turns.cos(), turns.sin()
@@ -75,10 +76,14 @@ class ModelSpec:
             cos = torch.where(far[:, None], exact.cos().float(), cos)
             sin = torch.where(far[:, None], exact.sin().float(), sin)
         sin = torch.where((shifts < 0)[:, None], -sin, sin)
-        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
-        own, rest = keys[..., : cos.shape[1]], keys[..., cos.shape[1] :]
-        first, second = own.chunk(2, dim=-1)
-        turned = own * cos + torch.cat((-second, first), dim=-1) * sin
+        own, rest = keys[..., : 2 * cos.shape[1]], keys[..., 2 * cos.shape[1] :]
+        if table.is_adjacent:
+            first, second = own[..., ::2], own[..., 1::2]
+            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+        else:
+            cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+            first, second = own.chunk(2, dim=-1)
+            turned = own * cos + torch.cat((-second, first), dim=-1) * sin
         return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference_engine.backends.model_spec import ModelSpec, RotaryTable
 from inference_engine.backends.twin import text_generator
 from inference_engine.errors import ModelError, NotNative
-from inference_engine.kv.geometry import IMMOVABLE, SHORT_ROTARY, UNROTATED, LayerTraits
+from inference_engine.kv.geometry import IMMOVABLE, ONE_ROTARY, SHORT_ROTARY, UNROTATED, LayerTraits
 from inference_engine.models.families import ListConfig
 from inference_engine.models.places import shapes_of
 from inference_engine.models.seam import ATTENTION, ROTARY_MODULES, Seam
@@ -57,13 +57,26 @@ def spec_of_seam(seam: Seam) -> ModelSpec:
         reads=seam.reads,
         trained_positions=seam.trained_positions,
         rotaries={
-            name: RotaryTable(angles=tuple(angles.tolist()), factor=factor, still=seam.still_numbers(name))
+            name: RotaryTable(
+                angles=tuple(angles.tolist()),
+                factor=factor,
+                still=(still := seam.still_numbers(name)),
+                is_adjacent=seam.can_rotate and _turns_neighbours(seam, name, still),
+            )
             for name, (angles, factor) in tables.items()
         },
         parameters=shapes_of(seam.model),
         short_positions=seam.short_positions,
         is_endless=seam.is_endless,
     )
+
+
+def _turns_neighbours(seam: Seam, name: str, first: int) -> bool:
+    """Does a key whose only number is the first that is rotated have a part in the second, once it is moved?"""
+    declared = ONE_ROTARY if name == SHORT_ROTARY else name
+    key = torch.zeros(1, 1, next(layer.head_dim for layer in seam.layers if layer.rotary == declared))
+    key[..., first] = 1.0
+    return bool(seam.rotate(key, torch.ones(1, dtype=torch.long), name)[0, 0, first + 1])
 
 
 def _without_weights(config: PretrainedConfig, kind: type[PreTrainedModel], traits: Sequence[LayerTraits]) -> Seam:

@@ -202,7 +202,8 @@ def test_a_step_copies_nothing_of_the_pool() -> None:
 ENDS = """
 import sys, threading
 import mlx.core as mx
-from inference_engine.backends.mlx.program import _silu_gated, _streams
+from inference_engine.backends.mlx.operation_kernels import _silu_gated
+from inference_engine.backends.mlx.program import _streams
 
 def compute():
     if sys.argv[1] == "begun":
