@@ -36,6 +36,7 @@ def test_an_entry_that_the_last_query_points_at_has_the_highest_score() -> None:
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_budget_for_everything_equals_full_and_a_smaller_one_differs(mode: Mode) -> None:
+    """Sums are taken in another order, so equality is up to rounding in both modes."""
     with served_engine(mode=mode, windowed=False) as engine:
         full, wide, narrow = (
             generate(engine, opened(engine, strategy))
@@ -45,8 +46,8 @@ def test_a_budget_for_everything_equals_full_and_a_smaller_one_differs(mode: Mod
                 Tova(budget=24, window=16),
             )
         )
-    assert same(wide, full, mode)
-    assert not same(narrow, full, mode)
+    assert same(wide, full, Mode.BATCHED)
+    assert not same(narrow, full, Mode.BATCHED)
 
 
 def opened(engine: Engine, strategy: KVStrategy) -> str:
