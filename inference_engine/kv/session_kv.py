@@ -266,7 +266,7 @@ class SessionKV:
         All that are committed, or about to be copied; or, where entries have left since that it would have, or a
         recurrent state has gone on, those of a shared prefix alone.
         """
-        held = max(self.length, self.coming)
+        held = max(self.coming, self.length)  # in this order: `copy_from` writes them in the other one
         length = self._until(min(at, held))
         can_rewind = length == held or all(part.can_rewind(length, held) for part in self.parts)
         return length if can_rewind else min(length, self.base)
@@ -492,13 +492,15 @@ class SessionKV:
         `forget` can be called.
         """
         assert self.length == self.base and not other.staged and other.can_be_copied
-        length, self.coming = self.kept_of(other, at), 0
+        length = self.kept_of(other, at)
         self.take_prefix_states()
         if length <= self.base or other.is_dropped:
+            self.coming = 0
             return
         for part, theirs in zip(self.parts, other.parts, strict=True):
             part.copy_from(theirs, length)
         self.length, self.evicted = length, self.strategy.evicted(self.context.geometry, length)
+        self.coming = 0  # after the length: what will be prefilled is asked by other threads (`kept`)
         self._end_quiet()
 
     # -- copies in files --------------------------------------------------------------------------------------------

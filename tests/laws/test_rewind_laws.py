@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from inference_engine.engine import Engine
 from inference_engine.errors import InvalidArgument, SessionNotFound
+from inference_engine.kv.session_kv import SessionKV
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategies.layer_window import LayerWindow
 from inference_engine.kv.strategy import KVStrategy
@@ -129,6 +131,23 @@ def test_what_was_appended_after_going_back_has_no_entries_of_what_was_there(str
             rewound = engine.rewind_session(session, 90)
         alone = from_scratch(engine, journal, rewound.session_id)
         assert same(goes_on(engine, rewound.session_id, rewound.prefill_tokens), goes_on(engine, alone), Mode.BATCHED)
+
+
+@each_mechanism
+def test_what_a_fork_is_to_prefill_is_the_same_while_its_entries_are_copied(strategy: KVStrategy) -> None:
+    said: list[int] = []
+    take = SessionKV.take_prefix_states
+
+    def look(kv: SessionKV) -> None:
+        said.append(kv.pending(113))
+        take(kv)
+
+    with engine_for(Mode.BATCHED) as engine, patch.object(SessionKV, "take_prefix_states", look):
+        parent = with_turns(engine, strategy)
+        with standing_still(engine):
+            fork = engine.fork_session(parent, at_position=113)
+        on_the_engines_thread(engine)
+        assert said == [fork.prefill_tokens]
 
 
 @each_mechanism
