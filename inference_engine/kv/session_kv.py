@@ -276,14 +276,19 @@ class SessionKV:
         return length if self.going is None else min(length, self.going)
 
     def would_keep(self, at: int, length: int) -> bool:
-        """As `kept`, of what is saved after `length`: would it have the first `at` positions, once that is loaded?"""
-        return at == length or all(part.can_rewind(at, length) for part in self.parts)
+        """As `kept`, of what is saved after `length`: would it have the first `at` positions, once that is loaded?
+        Without memory it says so only where all entries stay."""
+        can_rewind = all(part.can_rewind(at, length) for part in self.parts) if self.parts else self.keeps_every_entry
+        return at == length or can_rewind
 
     def pending(self, length: int, *, found: int = 0) -> int:
         """Of a history of `length`, the tokens that a Generate would prefill: the last one at least.
 
-        found: so many first ones would have entries, those of other sessions.
+        found: so many first ones would have entries, those of other sessions or of a copy. All, where they are
+        recomputed and it has no memory that says which.
         """
+        if self._plan.restorer.replays and self._plan.archived and not self._archived:
+            return length
         kept = max(found, self.kept(max(0, length - 1)))
         return length - kept + max((part.replay_end(kept) for part in self._archived), default=0)
 

@@ -528,7 +528,7 @@ class Hibernation:
 
     def foreseen(self, session: Session) -> int:
         record, tokens = self._own(session)
-        if record is None or not session.kv.parts or not self._pays(record.nbytes, found := tokens or record.length):
+        if record is None or not self._pays(record.nbytes, found := tokens or record.length):
             return 0
         return found
 
