@@ -43,8 +43,8 @@ class SessionForked(SessionOpened):
 
     shared_bytes: bytes of K/V that it reads in another's memory; its own bound does not include them.
     prefill_tokens: how many tokens its first Generate prefills, if nothing is appended before; at most so many if it is
-    read from a copy in a file: some strategies see only then what they can have of it. None: the reply is one that an
-    older program has kept.
+    read from a copy in a file, of which some strategies see only then what they can have, or if another session that
+    begins alike was prefilled meanwhile. None: the reply is one that an older program has kept.
     is_replayed: an earlier call with the same request id made it.
     """
 
