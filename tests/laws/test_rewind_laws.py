@@ -158,7 +158,7 @@ def test_a_session_that_was_dropped_or_hibernated_goes_back_too(tmp_path: Path, 
 
     with keeping(tmp_path / "state", make=make, share_prefixes="off") as engine:
         for goes_back in (True, False):
-            said = []
+            said: list[tuple[list[tuple[int, float | None]], int]] = []
             for ending in ("", "dropped", "hibernated"):
                 session = with_turns(engine, strategy)
                 if ending == "hibernated":
@@ -170,6 +170,7 @@ def test_a_session_that_was_dropped_or_hibernated_goes_back_too(tmp_path: Path, 
                 )
                 if not goes_back and ending == "hibernated":  # and one of its own, before it was read itself
                     new = engine.fork_session(new.session_id)
+                assert new.prefill_tokens is not None
                 prefills = said[0][1] if ending == "hibernated" else new.prefill_tokens
                 said.append((goes_on(engine, new.session_id, prefills), new.prefill_tokens))
             # Some strategies know only when they have memory again what they can have of a file.
