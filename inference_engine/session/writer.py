@@ -326,7 +326,7 @@ class Writer:
 
     def _until_back(self, units: Sequence[Unit], changes: Sequence[Change], away: Away) -> None:
         """Commit the same changes until the journal is there again. Raises Away if the writer stops before."""
-        logger.error("the journal cannot be reached: sessions in memory can be read, all else waits: %s", away)
+        logger.error("the journal cannot be reached: what would change it, or has to read it, waits: %s", away)
         self.is_away = True
         self._metrics.journal_away.set(1)
         while self.is_away:

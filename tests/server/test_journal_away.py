@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,7 +85,10 @@ async def test_streams_pause_calls_end_typed_and_all_goes_on_when_the_journal_is
                         assert not is_pending(await refused(call(session)))
             for name, look in looks.items():
                 with subtests.test(look=name):
-                    await look(calm)
+                    if isinstance(place, Path):
+                        await look(calm)
+                    else:  # the lock of its lease may be free, and who reaches the database may have the session
+                        assert not is_pending(await refused(look(calm)))
                     assert not is_pending(await refused(look(gone)))
                     assert not is_pending(await refused(look(asked.session_id))), "less than was done"
             assert not is_pending(await refused(client.call("ListSessions", pb.ListSessionsRequest())))
