@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import json
 import shutil
 import subprocess
@@ -57,6 +58,8 @@ def asked(address: str, path: str, **words: str) -> Any:
         with urllib.request.urlopen(url, timeout=10.0) as answer:
             return json.loads(answer.read())["data"]
     except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it listens, and is not ready yet
+            return None
         raise AssertionError(error.read()) from error
     except urllib.error.URLError:
         return None
