@@ -312,6 +312,13 @@ BUGS = (
         (OWNERSHIP,),
     ),
     Bug(
+        "a claim that the database lost is made again though another server has had the session",
+        "inference_engine/session/postgres_journal.py",
+        "xmin::text = ? ",
+        "(xmin::text = ?) is not null ",
+        (OWNERSHIP,),
+    ),
+    Bug(
         "a server whose lock may be free is sure of its place",
         "inference_engine/session/postgres_lease.py",
         "                self._sure_until = at = 0.0  #",

@@ -131,8 +131,10 @@ class PostgresJournal(KeptJournal):
         self._proof_lock = threading.Lock()
         self._number = 0  # of the last commit
         self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
-        # By session: of the first commit after it was claimed, and how often the writer had reconnected before.
-        self._claimed: dict[str, tuple[Receipt, int]] = {}
+        # By session: of the first commit after it was claimed, how often the writer had reconnected before, and the
+        # version of its row that was nobody's.
+        self._claimed: dict[str, tuple[Receipt, int, str | None]] = {}
+        self._free_versions: dict[str, str] = {}  # of sessions that are being read
         self._reconnects = 0
         self._files_to_remove: list[str] = []
         self._used_elsewhere: dict[str, TokenUsage] = {}
@@ -231,12 +233,15 @@ class PostgresJournal(KeptJournal):
         term, epoch = self._term, self._lease.epoch
         with self._connection() as db:
             # It is on the disk with the commit that its first answer waits for: see `_await_claim`.
-            ((state, _),) = db.execute(
-                "select claim(?, ?, ?, ?), set_config('synchronous_commit', 'off', true)",
+            ((version, state, _),) = db.execute(
+                "select (select xmin::text from sessions where id = ?1), claim(?1, ?2, ?3, ?4), "
+                "set_config('synchronous_commit', 'off', true)",
                 (session_id, owner, self._replica, epoch),
             )
         if state == "elsewhere":
             raise SessionElsewhere
+        if state == "free":
+            self._free_versions[session_id] = version
         return term
 
     def load(self, session_id: str, owner: str) -> SessionKept | None:
@@ -261,25 +266,36 @@ class PostgresJournal(KeptJournal):
 
         If the database ends before, it may not know of the claim: who reconnects looks.
         """
+        version = self._free_versions.pop(session_id, None)
         with self._kept_lock:
             if (known := self._open.get(session_id)) is None:
                 return
             known.saved.receipt = unit = Unit(changes=[(_nothing, ())])
-            self._claimed[session_id] = unit, reconnects
+            self._claimed[session_id] = unit, reconnects, version
         self._writer.record(unit)
 
     def _check_claims(self) -> None:
-        """Are the sessions still this server's that no commit has followed yet? Raises Lost."""
+        """Are the sessions still this server's that no commit has followed yet? Raises Lost.
+
+        One that the database does not know of is claimed again with this commit if nobody has had it since: each claim
+        makes another version of the row.
+        """
         with self._kept_lock:
             self._claimed = {name: claim for name, claim in self._claimed.items() if not claim[0].is_safe}
-            names = [name for name, (_, before) in self._claimed.items() if before != self._reconnects]
-        if names:
-            ((count,),) = self._db.execute(
-                "select count(*) from sessions where id = any(?) and replica = ? and epoch = ?",
-                (names, self._replica, self._tables.epoch),
+            versions = {name: version for name, (_, at, version) in self._claimed.items() if at != self._reconnects}
+        if versions:
+            us = self._replica, self._tables.epoch
+            ours = self._db.execute(
+                "select id from sessions where id = any(?) and replica = ? and epoch = ?", (list(versions), *us)
             )
-            if count < len(names):
-                raise Lost("the database has ended, and does not know of its last hand-overs")
+            for name in versions.keys() - {name for (name,) in ours}:
+                again = self._db.execute(
+                    "update sessions set replica = ?, epoch = ? where id = ? and replica is null and xmin::text = ? "
+                    "returning id",
+                    (*us, name, versions[name]),
+                )
+                if not list(again):
+                    raise Lost("the database has ended, and does not know of its last hand-overs")
 
     @contextmanager
     def _let_go_unread(self, session_id: str) -> Iterator[None]:
@@ -288,6 +304,7 @@ class PostgresJournal(KeptJournal):
         try:
             yield
         except (HistoryCorrupt, JournalAway):
+            self._free_versions.pop(session_id, None)
             with self._resident.locked():
                 self._leaves_memory(session_id, self._record((self._tables.let_go, (session_id,))))
             raise

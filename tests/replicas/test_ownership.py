@@ -292,6 +292,51 @@ def test_a_claim_that_is_lost_while_its_session_is_read_is_not_relied_on(
         assert metrics.journal_lost._value.get() == 1
 
 
+@pytest.mark.parametrize("is_others", [False, True])
+def test_a_claim_that_the_database_lost_is_made_again_if_nobody_has_had_the_session(
+    database: Database, is_others: bool
+) -> None:
+    with journal_of(database, "two") as (two, _), journal_of(database, "one") as (one, metrics):
+        one.open(record_of(0))
+        one.append("session-0", 0, ONE, Mark.APPENDED)
+        one.leave("session-0")
+        assert one._writer.flush(20)
+        claim, connection = one._claim, one._connection
+
+        @contextmanager
+        def lost() -> Iterator[Any]:
+            with connection() as db:
+                db._connection.execute("begin")
+                yield db
+                db._connection.execute("rollback")
+
+        def claimed(*of: str) -> Any:
+            one._connection = lost
+            try:
+                return claim(*of)
+            finally:
+                one._connection = connection
+
+        with one._db_lock:
+            one._claim = claimed
+            assert one.load("session-0", OWNER) is not None
+            one._claim = claim
+            if is_others:
+                assert two.load("session-0", OWNER) is not None
+                two.append("session-0", 1, ONE, Mark.APPENDED)
+                two.leave("session-0")
+                assert two._writer.flush(20)
+            database.server.cut(database.dsn)
+        one.append("session-0", 1, ONE, Mark.APPENDED)
+        receipt = one.receipt("session-0")
+        one.request_sync()
+        eventually(lambda: receipt.is_lost if is_others else receipt.is_safe)
+        assert metrics.journal_lost._value.get() == int(is_others)
+        assert one.look("session-0", OWNER)[0].history_length == 2
+        if not is_others:
+            assert database.say("select replica from kakeya.sessions") == [("one",)]
+
+
 def test_clocks_of_servers_may_differ(database: Database) -> None:
     """By more than sessions are kept: what was used a moment ago is not deleted, and each says so by its own clock."""
     ahead = {name: hours * 3600.0 for name, hours in (("here", 0), ("early", -1), ("late", 1))}
