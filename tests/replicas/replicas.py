@@ -216,8 +216,12 @@ class Disturbed:
             time.sleep(0.01)
 
     @property
+    def is_caught(self) -> bool:
+        return bool(self.wrong or any(one.wrong for one in self.talking))
+
+    @property
     def is_wrong(self) -> bool:
-        return bool(self.wrong or any(one.wrong or one.gave_up for one in self.talking))
+        return self.is_caught or any(one.gave_up for one in self.talking)
 
     def disturb(self) -> None:
         """Once."""
@@ -368,7 +372,7 @@ def disturb(
         try:
             servers.wait_for_sessions()
             for _ in range(count):
-                if servers.is_wrong or is_over():
+                if (servers.is_caught if control else servers.is_wrong) or is_over():
                     break
                 servers.disturb()
         except BaseException:
