@@ -147,7 +147,7 @@ class PostgresJournal(KeptJournal):
             self._lease = Lease(dsn, replica, lease_seconds, on_asked=self._asked, on_lost=self._ask_for_proof)
             undo.callback(self._lease.stop)
             self._db.commits_for(replica, self._lease.epoch)
-            self._look_at_clock(self._db)
+            self.look_at_clock(self._db)
             self._jumps = ClockJumps(self._now, even_clock)
             self._tables = PostgresTables(self._db, replica, self._lease.epoch, self._now)
             self._tables.note_cut()
@@ -168,7 +168,7 @@ class PostgresJournal(KeptJournal):
         )
         self._lease.start()
 
-    def _look_at_clock(self, db: PostgresConnection) -> None:
+    def look_at_clock(self, db: PostgresConnection) -> None:
         """Servers' clocks may differ by minutes: when sessions were used is kept by the database's."""
         ((there,),) = db.execute("select extract(epoch from clock_timestamp())::float8")
         ahead = there - self._wall_clock()
@@ -363,7 +363,7 @@ class PostgresJournal(KeptJournal):
         asked, self._asked_of = self._asked_of, set()
         owners = sorted(asked | {known.owner for known in list(self._open.values())})  # others change it meanwhile
         with self._connection() as db:
-            self._look_at_clock(db)
+            self.look_at_clock(db)
         with self._reading() as reader:
             elsewhere = reader.kept_elsewhere(owners, self._lease.epoch)
             _, used = reader.usages(owners)
@@ -490,7 +490,7 @@ class PostgresJournal(KeptJournal):
     def _reconnect(self) -> None:
         self._db = connect(self._dsn, self.durability, self._replica)
         self._reconnects += 1
-        self._look_at_clock(self._db)
+        self.look_at_clock(self._db)
         self._tables.reconnected(self._db)
         self._db.commits_for(self._replica, self._tables.epoch)
 

@@ -210,7 +210,7 @@ def test_a_session_was_used_when_it_is_said_to_have_been_whenever_it_leaves_memo
     if not isinstance(place, Path):  # whose clock is this one: a test of its own has clocks that differ
         from inference_engine.session.postgres_journal import PostgresJournal
 
-        monkeypatch.setattr(PostgresJournal, "_look_at_clock", lambda *_: None)
+        monkeypatch.setattr(PostgresJournal, "look_at_clock", lambda *_: None)
     now = 1000.0
     journal = opened(place, wall_clock=lambda: now)
     journal.open(record_of(0))
