@@ -132,7 +132,7 @@ class PostgresJournal(KeptJournal):
         self._number = 0  # of the last commit
         self._doubt: tuple[Sequence[Change], int] | None = None  # a commit that may have been made, and its number
         # By session: of the first commit after it was claimed, how often the writer had reconnected before, and the
-        # version of its row that was nobody's.
+        # version of its row when no server had it.
         self._claimed: dict[str, tuple[Receipt, int, str | None]] = {}
         self._free_versions: dict[str, str] = {}  # of sessions that are being read
         self._reconnects = 0
@@ -277,8 +277,8 @@ class PostgresJournal(KeptJournal):
     def _check_claims(self) -> None:
         """Are the sessions still this server's that no commit has followed yet? Raises Lost.
 
-        One that the database does not know of is claimed again with this commit if nobody has had it since: each claim
-        makes another version of the row.
+        One that the database does not know of is claimed again with this commit if no server has had it since: each
+        claim makes another version of the row.
         """
         with self._kept_lock:
             self._claimed = {name: claim for name, claim in self._claimed.items() if not claim[0].is_safe}

@@ -293,7 +293,7 @@ def test_a_claim_that_is_lost_while_its_session_is_read_is_not_relied_on(
 
 
 @pytest.mark.parametrize("is_others", [False, True])
-def test_a_claim_that_the_database_lost_is_made_again_if_nobody_has_had_the_session(
+def test_a_claim_that_the_database_lost_is_made_again_if_no_server_has_had_the_session(
     database: Database, is_others: bool
 ) -> None:
     with journal_of(database, "two") as (two, _), journal_of(database, "one") as (one, metrics):
