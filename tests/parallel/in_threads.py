@@ -108,13 +108,16 @@ def two_ranks(folder: Path, cache: Path, **settings: Any) -> Iterator[TorchForwa
     followers, second = InThread(ThreadGroup(0, meeting)), Followers()
     second.group = ThreadGroup(1, meeting)
 
+    # One after the other: transformers changes what all threads see while it makes a model.
+    models = [load_rank(config, rank) for rank in range(RANKS)]
+
     def follow() -> None:
-        followers.follow(lambda: Rank(serve_rank(load_rank(config, 1), config, admitted, second)))
+        followers.follow(lambda: Rank(serve_rank(models[1], config, admitted, second)))
 
     thread = threading.Thread(target=follow, daemon=True)
     thread.start()
     try:
-        yield serve_rank(load_rank(config, 0), config, admitted, followers)
+        yield serve_rank(models[0], config, admitted, followers)
     finally:
         followers.queue.put(None)
         thread.join(_SECONDS)
