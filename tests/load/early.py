@@ -35,8 +35,18 @@ def opened(
         pass
 
     class Unproved(PostgresJournal):
+        """Notices later than it answers, however the threads of one that wakes are scheduled."""
+
         def proof(self) -> Receipt:
             return SAFE
+
+        def _asked(self, session_id: str) -> None:
+            time.sleep(0.5)
+            super()._asked(session_id)
+
+        def _begin_anew(self, settle: Callable[[], object]) -> None:
+            time.sleep(0.5)
+            super()._begin_anew(settle)
 
     is_unproved = of_database.get("is_unproved")
     in_a_database = EarlyInADatabase if is_early else Unproved if is_unproved else PostgresJournal

@@ -47,7 +47,7 @@ FORKING, REWINDING, RESTING = 0.3, 0.15, 0.05
 class Nursery:
     """A process that has imported everything, and forks the lives of servers on one port, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_seconds: float = IDLE_TTL_SECONDS) -> None:
         with socket.socket() as free, socket.socket() as too:
             for one in (free, too):
                 one.bind(("127.0.0.1", 0))
@@ -55,7 +55,7 @@ class Nursery:
         self._life = 0
         program = str(Path(__file__).with_name("serve_lives.py"))
         self._process = subprocess.Popen(
-            [sys.executable, program, self.target, self.metrics, str(IDLE_TTL_SECONDS)],
+            [sys.executable, program, self.target, self.metrics, str(idle_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -378,8 +378,8 @@ def has_node_agents() -> bool:
 
 
 @contextmanager
-def nurseries() -> Iterator[Nursery]:
-    nursery = Nursery()
+def nurseries(idle_seconds: float = IDLE_TTL_SECONDS) -> Iterator[Nursery]:
+    nursery = Nursery(idle_seconds)
     try:
         yield nursery
     finally:

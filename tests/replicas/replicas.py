@@ -30,7 +30,7 @@ from kakeya import TLS
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1 import runtime_pb2_grpc as rpc
 from tests.deploy.fronts import Upstream, front
-from tests.load.kills import PATIENCE_SECONDS, Agents, NodeAgents, Nursery, has_node_agents, nurseries
+from tests.load.kills import IDLE_TTL_SECONDS, PATIENCE_SECONDS, Agents, NodeAgents, Nursery, has_node_agents, nurseries
 from tests.server.wire import Details
 from tests.session.postgres_server import PostgresServer, postgres_server
 
@@ -125,11 +125,16 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @contextmanager
 def replicas(
-    dsn: str, durability: str, *, control: str = "", lease_seconds: float = LEASE_SECONDS
+    dsn: str,
+    durability: str,
+    *,
+    control: str = "",
+    lease_seconds: float = LEASE_SECONDS,
+    idle_seconds: float = IDLE_TTL_SECONDS,
 ) -> Iterator[tuple[list[Nursery], Callable[[int], None]]]:
     """What the servers are forked from, and a function that begins the server of a number."""
     with ExitStack() as stack:
-        made = [stack.enter_context(nurseries()) for _ in range(SERVERS)]
+        made = [stack.enter_context(nurseries(idle_seconds)) for _ in range(SERVERS)]
 
         def begin(number: int) -> None:
             made[number].begin(
@@ -192,7 +197,9 @@ class Disturbed:
             hosts = ",".join(map(str, self._places))
             dsn = dsn.replace(str(database.folder), hosts) + " target_session_attrs=read-write connect_timeout=2"
             stack.callback(self._end_databases)
-        begun = replicas(dsn, durability, control=control, lease_seconds=lease_seconds)
+        # What a server that wakes is asked about has to be in its memory still: then it could say what is not true.
+        idle_seconds = 10 * self._frozen_seconds if how == "freeze" else IDLE_TTL_SECONDS
+        begun = replicas(dsn, durability, control=control, lease_seconds=lease_seconds, idle_seconds=idle_seconds)
         self._made, self._begin = stack.enter_context(begun)
         target, ca, self._tell = stack.enter_context(before(name, self._made))
         by_node = agents // 3 if has_node_agents() else 0
