@@ -34,6 +34,7 @@ REQUIRED = ("command", "config", "seeds", "values", "baseline")
 VALUE_KEYS = ("unit", "median", "low", "high", "count")
 _BETWEEN = ", "  # parts of a value's name
 _DIGITS = 6
+_LONGEST_LINE = 120  # of one that could be broken
 _SHARED = "*"  # beside the parts of names: count and unit of all below
 _ABBREVIATED = {"values", "tables", "headlines"}  # parts of a record in which strategies stand by their places
 _PLACE = re.compile(r"\{(\d+)\}")
@@ -137,7 +138,7 @@ def record_text(record: Mapping[str, Any]) -> str:
     abbreviated = _abbreviation(_strategies(record))
     for part in _ABBREVIATED & stored.keys():
         stored[part] = _mapped(stored[part], abbreviated)
-    return _lines(_rounded(stored), "") + "\n"
+    return _lines(_rounded(stored)) + "\n"
 
 
 def _strategies(record: Mapping[str, Any]) -> list[str]:
@@ -244,18 +245,16 @@ def _rounded(value: Any) -> Any:
     return [_rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _lines(value: Any, indent: str) -> str:
-    if not any(isinstance(part, dict | list) for part in (value.values() if isinstance(value, dict) else value)):
-        return json.dumps(value, ensure_ascii=False)
-    deeper = indent + " "
+def _lines(value: Any) -> str:
+    """JSON in lines without indentation, of which a record's bytes would be a tenth."""
+    flat = json.dumps(value, ensure_ascii=False)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if len(flat) <= _LONGEST_LINE or not any(isinstance(part, dict | list) for part in inner):
+        return flat
     if isinstance(value, dict):
-        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_part(part, deeper)}" for key, part in value.items()]
-        return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
-    return "[\n" + ",\n".join(deeper + _part(part, deeper) for part in value) + f"\n{indent}]"
-
-
-def _part(value: Any, indent: str) -> str:
-    return _lines(value, indent) if isinstance(value, dict | list) else json.dumps(value, ensure_ascii=False)
+        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_lines(part)}" for key, part in value.items()]
+        return "{\n" + ",\n".join(parts) + "\n}"
+    return "[\n" + ",\n".join(map(_lines, value)) + "\n]"
 
 
 def read_record(path: Path, experiment: str, table: str | None) -> dict[str, Any]:
