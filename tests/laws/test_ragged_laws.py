@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -264,7 +265,8 @@ def test_a_chunk_reads_by_a_view_from_so_many_reads_on(monkeypatch: pytest.Monke
     def said(long_reads: int | None) -> list[list[int]]:
         ops = DeviceOps(attends_together=True, long_reads=long_reads, attend_causal=attend)
         config = EngineConfig(**{**SMALL, "step_tokens": 320, "segment_tokens": 320})
-        with Engine(tiny_forward_on("cpu", ops=ops, is_listed=True), config) as engine:
+        clock = count(0.0, 1e-6).__next__  # chunks have as many tokens as fit in a time
+        with Engine(tiny_forward_on("cpu", ops=ops, is_listed=True), config, clock=clock) as engine:
             session, found = opened(engine, Full(), []), []
             for ids in (text(130), text(20, seed=1), text(130, seed=2), text(100, seed=3)):
                 engine.append(session, ids)
