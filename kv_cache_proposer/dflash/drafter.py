@@ -42,7 +42,39 @@ from kv_cache_proposer.dflash.target import TargetWords
 from kv_cache_proposer.drafter_errors import DrafterError
 
 
-class BlockDrafter(ABC):
+class RingDrafter:
+    """What drafters that read the target's hidden states have in common: a ring buffer of entries for each session."""
+
+    def __init__(
+        self, name: str, method: DraftMethod, ring: RingShape, tap_layers: tuple[int, ...], *, reads: int, hidden: int
+    ) -> None:
+        """reads: numbers of a hidden state that the drafter was made for; hidden: of the target's.
+
+        Raises DrafterError if they differ.
+        """
+        if hidden != reads:
+            raise DrafterError(f"the drafter reads hidden states of {reads} numbers, the target's have {hidden}")
+        self.name, self.tap_layers = name, tap_layers
+        self._method, self._ring = method, ring
+
+    @property
+    def longest(self) -> int:
+        return self._method.longest
+
+    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
+        return (memory_demand(self._ring, geometry),)
+
+    def open(self, context: KVContext) -> DraftMemory | None:
+        return RingMemory.reserve(self._ring, context)
+
+    def prepare(self, context: KVContext) -> None:
+        """Nothing is recorded or laid out before the first draft."""
+
+    def method(self, history: Tokens) -> DraftMethod | None:
+        return self._method
+
+
+class BlockDrafter(RingDrafter, ABC):
     """One network for all sessions. It draws from the target's embedding and head, which stay the target's."""
 
     def __init__(self, config: DFlashConfig, *, hidden: int, vocabulary: int, keeps_block: bool = False) -> None:
@@ -50,19 +82,18 @@ class BlockDrafter(ABC):
 
         Raises DrafterError for a target it does not fit.
         """
-        if hidden != config.hidden:
-            raise DrafterError(f"the drafter's hidden states have {config.hidden} numbers, the target's {hidden}")
-        if config.mask_token_id >= vocabulary:
-            raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocabulary} ids")
-        self.config = config
-        self._ring = RingShape(
+        ring = RingShape(
             layers=config.layers,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             window=config.context_window,
             block=config.block_size if keeps_block else 0,
         )
-        self._method = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
+        method = DraftMethod("network", longest=config.block_size - 1, needs_entries=True)
+        super().__init__("dflash", method, ring, config.tap_layers, reads=config.hidden, hidden=hidden)
+        if config.mask_token_id >= vocabulary:
+            raise DrafterError(f"the drafter's mask is id {config.mask_token_id}, the target has {vocabulary} ids")
+        self.config = config
 
     @abstractmethod
     def write(self, memories: Sequence[RingMemory], taps: Sequence[Tensor], place: Positions, index: Positions) -> None:
@@ -85,30 +116,6 @@ class BlockDrafter(ABC):
 
         keys: [N, B − 1], and temperatures: [N], as `TargetDraws` has them.
         """
-
-    @property
-    def name(self) -> str:
-        return "dflash"
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self.config.tap_layers
-
-    @property
-    def longest(self) -> int:
-        return self._method.longest
-
-    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        return (memory_demand(self._ring, geometry),)
-
-    def open(self, context: KVContext) -> DraftMemory | None:
-        return RingMemory.reserve(self._ring, context)
-
-    @abstractmethod
-    def prepare(self, context: KVContext) -> None: ...
-
-    def method(self, history: Tokens) -> DraftMethod | None:
-        return self._method
 
     def observe(self, seen: Sequence[CommittedTokens]) -> None:
         seen = [one for one in seen if len(one.token_ids)]

@@ -36,7 +36,6 @@ from inference_engine.kernels.reads import (
     START,
     UPTO,
 )
-from inference_engine.kv.context import KVContext
 from inference_engine.models.operations import Product, StepList
 from inference_engine.native.library import NativeStep, ProductIdentity
 from kv_cache_proposer.dflash.draft_tokens import LIKELIEST, TargetDraws, best_alone, best_path
@@ -104,9 +103,6 @@ class NativeDrafter(BlockDrafter):
         """Bytes of its packed weights, without the target's."""
         programs = (self._observe, self._propose, self._chain)
         return sum(program.weight_bytes for program in programs if program is not None)
-
-    def prepare(self, context: KVContext) -> None:
-        pass
 
     def write(self, memories: Sequence[RingMemory], taps: Sequence[Tensor], place: Positions, index: Positions) -> None:
         given = torch.cat(list(taps)).float().contiguous()

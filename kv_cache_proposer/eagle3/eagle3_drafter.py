@@ -21,21 +21,12 @@ from torch import Tensor
 from inference_engine.backends.base import EmbeddingAndHead
 from inference_engine.backends.native.program import Program
 from inference_engine.backends.packed_linear import can_pack, pack_linears
-from inference_engine.decode.draft import CommittedTokens, DraftMemory, DraftMethod, TokenIds, Tokens, Wanted
+from inference_engine.decode.draft import CommittedTokens, DraftMethod, TokenIds, Wanted
 from inference_engine.errors import NotNative
-from inference_engine.kv.context import KVContext
-from inference_engine.kv.geometry import Geometry
-from inference_engine.kv.memory.pool import Demand
 from inference_engine.models.seam import Seam
 from kv_cache_proposer.dflash.draft_tokens import LIKELIEST, TargetDraws, best_alone
-from kv_cache_proposer.dflash.drafter import noise_of, padded_entries, ring_of
-from kv_cache_proposer.dflash.drafter_memory import (
-    RingMemory,
-    RingShape,
-    memory_demand,
-    write_entries,
-    write_index,
-)
+from kv_cache_proposer.dflash.drafter import RingDrafter, noise_of, padded_entries, ring_of
+from kv_cache_proposer.dflash.drafter_memory import RingShape, write_entries, write_index
 from kv_cache_proposer.dflash.network import additive
 from kv_cache_proposer.drafter_errors import DrafterError
 from kv_cache_proposer.eagle3.eagle3_network import Eagle3Network
@@ -43,10 +34,8 @@ from kv_cache_proposer.eagle3.eagle3_network import Eagle3Network
 _NO_DRAFT: TokenIds = np.zeros(0, dtype=np.uint32)
 
 
-class Eagle3Drafter:
+class Eagle3Drafter(RingDrafter):
     """Implements Drafter: one network for all sessions."""
-
-    name = "eagle3"
 
     def __init__(self, network: Eagle3Network, embeddings: Tensor, *, target_hidden: int) -> None:
         """network: on the target's device, in its dtype. embeddings: the target's, [V, …], as the weights are.
@@ -54,10 +43,15 @@ class Eagle3Drafter:
         Raises DrafterError for a target it does not fit.
         """
         config = network.config
-        if target_hidden != config.target_hidden:
-            raise DrafterError(
-                f"the drafter reads hidden states of {config.target_hidden} numbers, the target's have {target_hidden}"
-            )
+        ring = RingShape(
+            layers=1,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            window=config.context_window,
+            carried=config.hidden,
+        )
+        method = DraftMethod("eagle3", longest=config.longest, needs_entries=True)
+        super().__init__("eagle3", method, ring, config.tap_layers, reads=config.target_hidden, hidden=target_hidden)
         if len(embeddings) != config.vocabulary:
             raise DrafterError(f"the drafter was made for {config.vocabulary} ids, the target has {len(embeddings)}")
         own = network.embed_tokens
@@ -71,34 +65,6 @@ class Eagle3Drafter:
             )
         self._network = network.eval().requires_grad_(requires_grad=False)
         self._embeddings = embeddings
-        self._method = DraftMethod(self.name, longest=config.longest, needs_entries=True)
-        self._ring = RingShape(
-            layers=1,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            window=config.context_window,
-            carried=config.hidden,
-        )
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self._network.config.tap_layers
-
-    @property
-    def longest(self) -> int:
-        return self._method.longest
-
-    def demands(self, geometry: Geometry) -> tuple[Demand, ...]:
-        return (memory_demand(self._ring, geometry),)
-
-    def open(self, context: KVContext) -> DraftMemory | None:
-        return RingMemory.reserve(self._ring, context)
-
-    def prepare(self, context: KVContext) -> None:
-        pass
-
-    def method(self, history: Tokens) -> DraftMethod | None:
-        return self._method
 
     @torch.inference_mode()
     def observe(self, seen: Sequence[CommittedTokens]) -> None:
