@@ -118,6 +118,9 @@ def _found(row: HostRow, heavy: Heavy | None) -> Ids | None:
         if heavy is not None and row.is_weighed and (kept := _of_heavy(row.logits, row.sampling, heavy)) is not None:
             return _likely(row.logits, kept, row.sampling)
         row = row.unmasked()
+        found = _candidates(row.logits, row.sampling, row.key, heavy)
+        # Noise lifts ids that are refused, too, and those that are drawn have their own logits.
+        return None if found is None else found[row.logits[found] > -math.inf]
     return _candidates(row.logits, row.sampling, row.key, heavy)
 
 
@@ -233,6 +236,8 @@ def _lifted(row: Row, temperature: float, key: int) -> Ids | None:
     """Without filters: the largest numbers, and those whose noise could lift them above the best of these."""
     ranked = np.sort(_largest(row, _FEW))
     numbers = row[ranked].astype(np.float64) / temperature
+    if numbers.min() == -math.inf:  # of what is left, some may not be among them
+        return None
     best = (numbers + _noise(np.full(len(ranked), key), ranked, len(row))).max()
     needed = best - numbers.min() - _EXACT * abs(best) - _EXACT * abs(numbers).max()
     if needed < _LEAST_LIFT:

@@ -85,6 +85,21 @@ def test_a_row_under_a_mask_gives_the_token_of_what_the_mask_leaves(
             assert token is None or token == int(draw(one[None], [row.sampling], [row.key])[0])
 
 
+@pytest.mark.parametrize("every", [2, 7])
+def test_noise_lifts_nothing_that_a_mask_refuses(every: int) -> None:
+    """However much the model prefers it, as one does that may not say what it would; and where hardly any of the
+    table's columns has an id that is allowed."""
+    logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.0
+    logits[:, :20] += torch.arange(20) * 0.5 + 4.0
+    allowed = torch.arange(VOCABULARY) % every > 0
+    left = torch.where(allowed, logits, -torch.inf)
+    logits[:, ~allowed] += 20.0
+    sampling, mask = Sampling(temperature=1.3), np.packbits(allowed.numpy(), bitorder="little")
+    found = drawn_from_few([HostRow(row, sampling, key, mask=mask) for key, row in enumerate(logits.numpy())])
+    drawn = [int(draw(one[None], [sampling], [key])[0]) for key, one in enumerate(left)]
+    assert found == (drawn if every > 2 else [None] * 40)
+
+
 def test_what_is_heavy_under_a_mask_is_drawn_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The off-switch of the test above."""
     logits = torch.randn(40, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2.0

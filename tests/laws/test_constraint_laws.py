@@ -269,7 +269,7 @@ def test_a_stop_id_ends_where_the_output_may_end_and_nowhere_else() -> None:
     assert end.stop_reason is StopReason.EOS and end.fits_constraint
 
 
-@pytest.mark.parametrize("vocab", [70, 5000])
+@pytest.mark.parametrize("vocab", [70, 5000, 20_000])
 @pytest.mark.parametrize("sampling", [
     Sampling(), Sampling(temperature=0.7), Sampling(temperature=1.3, top_k=50), Sampling(temperature=0.9, top_p=0.9),
     Sampling(temperature=1.0, min_p=0.05), Sampling(temperature=1.1, top_k=9, top_p=0.8, min_p=0.1),
