@@ -24,7 +24,7 @@ from inference_engine.decode.automata import (
     TextGrammar,
     first_line,
 )
-from inference_engine.decode.literals import longest_literal
+from inference_engine.decode.literals import longest_literal, misread
 from inference_engine.decode.matching import Matching
 from inference_engine.errors import ConstraintUnavailable, InvalidConstraint, ModelError, QuotaExceeded
 from inference_engine.types import Constraint, ConstraintKind, ReadTokenBytes, TokenBytes
@@ -40,6 +40,7 @@ MOST_COMPILING_PER_OWNER = 4  # one at a time; the others wait
 _COMPILERS, _WORKERS = 4, 2
 _COMPILER_PRIORITY = 5  # of its threads: a quarter of what a step's get, where both want the processor
 _RETRY_SECONDS = 1.0
+_NOTHING_FOLLOWS = "NoExtensionBias"  # as llguidance says it
 _LONGEST_LITERAL = 4096  # characters of one text that a constraint writes out
 # Of llguidance: work and memory of one grammar. A mask takes a few milliseconds at most.
 _LIMITS: dict[str, Any] = {
@@ -171,11 +172,15 @@ class Constraints:
         else:
             grammar = self._compiled_text(constraint)
         automaton = grammar.start()
-        fits = not automaton.broken and not automaton.is_over and automaton.mask().any()
-        if automaton.broken:
+        mask = None if automaton.broken or automaton.is_over else automaton.mask()
+        if automaton.broken and automaton.broken != _NOTHING_FOLLOWS:
             raise InvalidConstraint(f"{constraint.kind.value}: its beginning is too dear: {automaton.broken}")
-        if not fits:
+        if automaton.broken or mask is None or not mask.any():
             raise InvalidConstraint(f"{constraint.kind.value}: no output of one token or more fits it")
+        try:  # what is drafted may have to be taken back
+            automaton.roll_back(int(automaton.consume(int(np.unpackbits(mask, bitorder="little").argmax()))))
+        except RuntimeError as error:
+            raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
         # To the first place that leaves something open: what must follow is known a part at a time.
         for _ in range(MOST_FORCED_BYTES // MOST_ROLLED_BACK):
             if not (forced := automaton.forced()) or not all(map(automaton.consume, forced)):
@@ -203,8 +208,11 @@ class Constraints:
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
         try:
             longest = longest_literal(constraint.kind, constraint.source)
+            reason = misread(constraint.source) if constraint.kind is ConstraintKind.JSON_SCHEMA else ""
         except (ValueError, RecursionError) as error:
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
+        if reason:
+            raise InvalidConstraint(f"{constraint.kind.value}: {reason}")
         if longest > _LONGEST_LITERAL:
             raise InvalidConstraint(
                 f"{constraint.kind.value}: a text that it writes out may have {_LONGEST_LITERAL:,} characters, one has "

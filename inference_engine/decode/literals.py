@@ -1,20 +1,26 @@
-"""How long the texts are that a constraint writes out.
+"""What llguidance does not look at in a constraint: how long the texts are, and what it would take for something else.
 
 llguidance finds all that must follow a place at once, under Python's lock: some 1 µs for a byte of a text that it has
 not seen, 0.1 µs for one of a text that is repeated. Its limits count lexemes, not bytes. So what a place can cost
 follows from the longest text and the number of lexemes.
+
+It reads numbers as float64, whole bounds as int64 then, and counts properties by their places.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from inference_engine.types import ConstraintKind
 
 _UNREAD = frozenset({"title", "description", "$comment", "default", "examples"})  # of a schema: no output has them
 _DATA = frozenset({"const", "enum"})
+_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_LEAST, _MOST = -(2**63), 2**63 - 1
 # Of Lark: comments, texts, regular expressions; of those what no sign ends. A text has no line break.
 _LARK = re.compile(r'//[^\n]*|"((?:\\.|[^"\\\n])*)"|/((?:\\.|[^/\\\n])+)/')
 _SIGNS = re.compile(r"[()\[\]{}|*+?.^$\\]")
@@ -47,3 +53,61 @@ def _longest_of_schema(schema: Any) -> int:
                 if not (is_schema and name in _UNREAD and not isinstance(each, dict)):
                     left.append((each, is_schema and name not in _DATA))
     return longest
+
+
+def misread(source: str) -> str:
+    """What of a JSON schema would be something else, and what to say in its place; "" for nothing. Raises as
+    `longest_literal`."""
+    left: list[tuple[Any, bool]] = [(json.loads(source), True)]
+    while left:
+        value, is_schema = left.pop()
+        if isinstance(value, list):
+            left += [(each, is_schema) for each in value]
+        elif isinstance(value, dict):
+            if is_schema and (found := _misread_bound(value) or _misread_count(value)):
+                return found
+            for name, each in value.items():
+                if is_schema and name in _BY_NAME and isinstance(each, dict):
+                    left += [(one, True) for one in each.values()]
+                elif not (is_schema and name in _UNREAD):
+                    left.append((each, is_schema and name not in _DATA))
+        elif not is_schema and _is_number(value) and not _is_kept(value):
+            return f"{value} has more digits than a float64; give it as a text"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_kept(value: float) -> bool:
+    """Is it what a float64 of it is written as?"""
+    try:
+        return isinstance(value, float) or Decimal(repr(float(value))) == value
+    except OverflowError:
+        return False
+
+
+def _misread_bound(schema: dict[str, Any]) -> str:
+    bounds = {name: schema[name] for name in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+              if _is_number(schema.get(name))}  # fmt: skip
+    for name, bound in bounds.items():
+        is_least = name in ("minimum", "exclusiveMinimum")
+        if abs(bound) >= 2**53:
+            read = math.inf if abs(bound) > 1e300 else max(_LEAST, min(int(float(bound)), _MOST))
+            if read < bound if is_least else read > bound:
+                return f"{name}: {bound} has more digits than are read of it; give a number with fewer"
+        # The one that is nearer to 0 is allowed where both have the same whole number before the point.
+        others = [other for far, other in bounds.items() if (far in ("minimum", "exclusiveMinimum")) != is_least]
+        is_whole = name.startswith("exclusive") and bound == int(bound) and schema.get("type") != "integer"
+        if is_whole and any(int(other) == bound != other for other in others):
+            return f"{name}: {bound} would be allowed beside {others[0]}; give the least number that may be there"
+    return ""
+
+
+def _misread_count(schema: dict[str, Any]) -> str:
+    least, required = schema.get("minProperties", 0), schema.get("required")
+    names = len({*map(str, required)}) if isinstance(required, list) else 0
+    if _is_number(least) and least > names + 1:
+        return f"minProperties: {least}: a name that is not required may come again; require {least - 1} by their names"
+    return ""

@@ -95,6 +95,19 @@ REFUSED = {
     "a regex of the empty text alone": (ConstraintKind.REGEX, "()"),
     "no grammar": (ConstraintKind.LARK, "start"),
     "a grammar that names nothing": (ConstraintKind.LARK, "start: missing"),
+    "a grammar that cannot be taken back": (ConstraintKind.LARK, 'start: a "."\na[stop="x"]: /[a-z]+/'),
+    "a grammar that counts tokens": (ConstraintKind.LARK, 'start: a "."\na[max_tokens=2]: /[a-z]+/'),
+    "a least number beyond 64 bits": (ConstraintKind.JSON_SCHEMA, {"type": "integer", "minimum": 10**22}),
+    "a least number of more digits": (ConstraintKind.JSON_SCHEMA, {"minimum": 2**62 + 1, "maximum": 2**62 + 9}),
+    "a largest number of more digits": (ConstraintKind.JSON_SCHEMA, {"exclusiveMaximum": 2**54 + 3}),
+    "a constant of more digits": (ConstraintKind.JSON_SCHEMA, {"properties": {"enum": {"enum": [{"a": [2**53 + 1]}]}}}),
+    "a constant of no float": (ConstraintKind.JSON_SCHEMA, {"items": {"const": 10**400}}),
+    "a bound that would be allowed": (ConstraintKind.JSON_SCHEMA, {"exclusiveMinimum": 0, "maximum": 0.5}),
+    "another bound that would be": (ConstraintKind.JSON_SCHEMA, {"minimum": -5.5, "exclusiveMaximum": -5}),
+    "names that may come again": (
+        ConstraintKind.JSON_SCHEMA,
+        {"required": ["a"], "minProperties": 3, "patternProperties": {"^[bc]$": {}}},
+    ),
 }
 
 
@@ -111,6 +124,19 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(constraints: Constra
     with pytest.raises(InvalidConstraint, match=f"^constraint: {kind.value}: .") as refused:
         constraints.compile(text(kind, source), "owner").result(timeout=30)
     assert refused.value.reason == "INVALID_CONSTRAINT" and len(refused.value.message) < 500
+
+
+def test_what_is_read_as_it_is_meant_is_not_refused(constraints: Constraints) -> None:
+    schemas: list[dict[str, Any]] = [
+        {"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+        {"type": "integer", "exclusiveMinimum": 2**53, "maximum": 2**53 + 4},
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        {"type": "integer", "exclusiveMinimum": 0, "maximum": 2.5},
+        {"type": "object", "minProperties": 2, "required": ["a"], "additionalProperties": {"const": 1}},
+        {"properties": {"minimum": {"const": 10**22}, "minProperties": {"enum": [1e300, 0.1, 7]}}},
+    ]
+    for schema in schemas:
+        constraints.compile(text(ConstraintKind.JSON_SCHEMA, schema), "reader").result(timeout=30)
 
 
 def test_constraints_have_a_size() -> None:
