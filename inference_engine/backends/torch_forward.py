@@ -143,7 +143,6 @@ class TorchForward:
             token_quantum=token_quantum,
             key_quantum=key_quantum,
             holds_restored=False,
-            takes_codecs=self._is_whole,
             segments_at_once=_SEGMENTS_AT_ONCE if is_fast else 1,
             segments_in_a_chunk=_SEGMENTS_IN_A_CHUNK if is_fast else SEGMENTS_IN_A_CHUNK,
         )

@@ -6,7 +6,7 @@ reading and wiping go by position or slot, for all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,6 @@ from inference_engine.kernels.transfer import on_device
 from inference_engine.kv.compressors.identity import Identity
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
-from inference_engine.kv.memory.allocation import Allocation
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import Indexes, RegionLines, as_slice, places_of
 from inference_engine.kv.views import ChunkView, EntrySource, Moved, Portion, Region, StagedQueries, StepReads
@@ -37,7 +36,6 @@ class LayerSlots:
     context: KVContext
     layer_set: LayerSet
     layout: Layout
-    allocation: Allocation
     starts: NDArray[np.int64]  # first buffer vector of each layer's regions
     layers: NDArray[np.int64] = field(init=False)
     held: Positions = field(init=False)
@@ -101,21 +99,37 @@ class LayerSlots:
 
     def read_entries(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each, of all ranks."""
+        return self._read(positions, self._gather_all)
+
+    def read_own(self, positions: Positions) -> tuple[Tensor, Tensor]:
+        """The same of this rank alone."""
+        return self._read(positions, self.gather)
+
+    def _read(self, positions: Positions, gather: Callable[[Tensor, Positions], Tensor]) -> tuple[Tensor, Tensor]:
         slots = self.layout.slots(positions)
         own = np.where(positions < self.layout.spare, self.layout.capacity + positions, slots)
-        return self._gather_all(self.buffer.keys, own), self._gather_all(self.buffer.values, slots)
+        return gather(self.buffer.keys, own), gather(self.buffer.values, slots)
 
     def write_entries(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """Write entries [layers, n, Hkv, D], keys rotated at their own positions, to the slots of `positions`.
 
         The positions ascend. The heads are those of all ranks.
         """
+        self._write(positions, keys, values, self._put_all)
+
+    def write_own(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
+        """The same of this rank alone."""
+        self._write(positions, keys, values, self.put)
+
+    def _write(
+        self, positions: Positions, keys: Tensor, values: Tensor, put: Callable[[Tensor, Positions, Tensor], None]
+    ) -> None:
         slots = self.layout.slots(positions)
-        self._put_all(self.buffer.keys, slots, keys)
-        self._put_all(self.buffer.values, slots, values)
+        put(self.buffer.keys, slots, keys)
+        put(self.buffer.values, slots, values)
         self.held[slots] = positions
         sink = positions[positions < self.layout.spare]
-        self._put_all(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
+        put(self.buffer.keys, self.layout.capacity + sink, keys[:, : len(sink)])
 
     def write_unrotated(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """`write_entries` of float32 entries whose keys are not rotated yet, but where the value lies in them."""

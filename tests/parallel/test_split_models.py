@@ -192,7 +192,16 @@ def test_long_chunks_read_by_views_that_all_ranks_make(
     [
         "full",
         "sink_window:sink=4,window=16",
-        *map(further, ("sink_window:sink=0,window=7", "layer_window:window=16,full_layers=2")),
+        "full:codec=lloyd4,exact_window=8",
+        *map(
+            further,
+            (
+                "sink_window:sink=0,window=7",
+                "layer_window:window=16,full_layers=2",
+                "sink_window:sink=4,window=60,codec=int8g32,exact_window=8",
+                "layer_window:window=40,full_layers=2,codec=bfloat16,exact_window=8",
+            ),
+        ),
     ],
 )
 def test_what_sessions_do_between_steps_is_done_on_every_rank(
@@ -208,14 +217,12 @@ def test_what_sessions_do_between_steps_is_done_on_every_rank(
     assert isinstance(ranks.followers, InThread) and ranks.followers.error is None
 
 
-def test_other_strategies_and_codecs_are_refused_by_name(ranks: TorchForward) -> None:
+def test_other_strategies_are_refused_by_name(ranks: TorchForward) -> None:
     with Engine(ranks, EngineConfig(**SMALL)) as engine:
         for name in strategy_names():
             if name not in STRATEGIES:
                 with pytest.raises(InvalidArgument, match="not with tensor_parallel yet"):
                     engine.create_session(strategy=parse_strategy(name))
-        with pytest.raises(InvalidArgument, match="not kept in fewer bytes with tensor_parallel"):
-            engine.create_session(strategy=parse_strategy("full:codec=int8"))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +281,16 @@ def test_a_step_that_fails_on_the_first_rank_is_the_last(folder: Path, monkeypat
     [
         "full",
         "sink_window:sink=4,window=16",
-        *map(further, ("sink_window:sink=0,window=7", "layer_window:window=16,full_layers=2")),
+        "full:codec=lloyd4,exact_window=8",
+        *map(
+            further,
+            (
+                "sink_window:sink=0,window=7",
+                "layer_window:window=16,full_layers=2",
+                "sink_window:sink=4,window=60,codec=int8g32,exact_window=8",
+                "layer_window:window=40,full_layers=2,codec=bfloat16,exact_window=8",
+            ),
+        ),
     ],
 )
 def test_a_copy_in_a_file_has_the_heads_of_all_ranks(strategy: str, ranks: TorchForward, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ logger = logging.getLogger(__name__)
 
 _LOAD_SECONDS = 1800.0  # for its part of the weights
 _CLOSE_SECONDS = 5.0
-View = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset in the pool's memory, sizes, strides
+View = tuple[torch.dtype, int, tuple[int, ...], tuple[int, ...]]  # of the pool's memory: offset, sizes, strides
+C = TypeVar("C")
 
 
 class Followers:
@@ -84,6 +85,9 @@ class Followers:
         return [list(views)]
 
     def given(self, views: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None: ...
+
+    def done(self, work: Callable[[C], Tensor | None], context: C) -> list[Tensor]:
+        return done_with(self.group, work, context)
 
     def failure(self) -> str:
         """Why no more steps can run; "": they can."""
@@ -189,6 +193,11 @@ class Leader(Followers):
             self._send("given", tuple(map(_place, views)))
             self.group.spread(torch.cat([bytes_of(of_rank) for of_rank in parts]))
 
+    def done(self, work: Callable[[C], Tensor | None], context: C) -> list[Tensor]:
+        with self.together():
+            self._send("done", work)
+            return super().done(work, context)
+
     def failure(self) -> str:
         for rank, process in enumerate(self._processes, 1):
             if (status := process.poll()) is not None:
@@ -203,8 +212,16 @@ class Leader(Followers):
         self._end()
 
 
+def done_with(group: RankGroup, work: Callable[[C], Tensor | None], context: C) -> list[Tensor]:
+    """Do it, and collect what each rank found."""
+    found = work(context)
+    if found is None:
+        return []
+    return [part.view(found.dtype).view(found.shape) for part in group.collect(bytes_of([found]))]
+
+
 def _place(view: Tensor) -> View:
-    return int(view.storage_offset()), tuple(view.shape), tuple(view.stride())
+    return view.dtype, int(view.storage_offset()), tuple(view.shape), tuple(view.stride())
 
 
 def _end(

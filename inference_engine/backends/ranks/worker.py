@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.graphs import RecordedKind
 from inference_engine.backends.ranks.causal_plan import StepShape
 from inference_engine.backends.ranks.group import WAIT_SECONDS, bytes_of, join_group, leave_group, like_views
-from inference_engine.backends.ranks.leader import Followers, View
+from inference_engine.backends.ranks.leader import Followers, View, done_with
 from inference_engine.backends.ranks.link import Link, Message, Numbers
 from inference_engine.backends.ranks.loading import load_rank, serve_rank
 from inference_engine.backends.torch_forward import TorchForward
@@ -97,8 +97,8 @@ class Rank:
         self._forward.compute(self._opened, shape, numbers)
 
     def _view(self, view: View) -> Tensor:
-        offset, sizes, strides = view
-        return self._opened.pool.memory.as_strided(sizes, strides, offset)
+        dtype, offset, sizes, strides = view
+        return self._opened.pool.memory.view(dtype).as_strided(sizes, strides, offset)
 
     def _wiped(self, view: View) -> None:
         self._opened.pool.wipe(self._view(view))
@@ -117,6 +117,9 @@ class Rank:
 
     def _collected(self, views: Sequence[View]) -> None:
         self._forward.followers.group.collect(bytes_of([self._view(view) for view in views]))
+
+    def _done(self, work: Callable[[KVContext], Tensor | None]) -> None:
+        done_with(self._forward.followers.group, work, self._opened)
 
     def _given(self, places: Sequence[View]) -> None:
         group, views = self._forward.followers.group, [self._view(view) for view in places]

@@ -16,7 +16,7 @@ positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,15 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_engine.errors import InvalidArgument
 from inference_engine.kernels.kv_dtype import as_kept
-from inference_engine.kv.archives.finite import FiniteCheck
+from inference_engine.kv.archives.finite import FiniteCheck, extremes
 from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock, KeptLayers, Restorer
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.geometry import EntryShape, Geometry
-from inference_engine.kv.layout import Positions
-from inference_engine.kv.memory.pool import Demand, Run
+from inference_engine.kv.layout import Layout, Positions
+from inference_engine.kv.memory.pool import Demand, Mirror, Run
 from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
 
 _ALIGNED = 16  # bytes, at which codes begin
@@ -49,10 +48,6 @@ class Coded(Restorer):
         return entry.is_even or entry.shared > 0
 
     def check(self, geometry: Geometry, layers: Sequence[int]) -> None:
-        if not geometry.takes_codecs:
-            raise InvalidArgument(
-                "codec", "entries are not kept in fewer bytes with tensor_parallel yet; leave the codec out"
-            )
         for index in layers:
             for half in _halves(self.compressor, geometry.layers[index].entry, geometry.itemsize):
                 if half.compressor is not None:
@@ -150,12 +145,26 @@ class _CodedArchive(Archive):
         for group, block in zip(self._groups, blocks, strict=True):
             group.begin(block)
 
+    def begin_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        if (mirror := self._context.pool.mirror) is None:
+            super().begin_from(regions, positions)
+        else:
+            self._on_all_ranks(mirror, _CodedWork.begin, regions, positions)
+
     def keep(self, blocks: Sequence[EntryBlock]) -> None:
         for kept, group, block in zip(self._kept, self._groups, blocks, strict=True):
             self._finite.ask(kept.layers.layers, block.keys, block.values, come_back=False)
             group.keep(block)
 
     def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        if (mirror := self._context.pool.mirror) is not None:
+            found = self._on_all_ranks(mirror, _CodedWork.keep, regions, positions)
+            for slots, of_ranks in zip(regions, found, strict=True):
+                if of_ranks:
+                    halves = [half for part in of_ranks for half in (part.chunk(2))]
+                    numbers = torch.cat((*halves[::2], *halves[1::2]))
+                    self._finite.note(slots.layer_set.layers, numbers, come_back=False)
+            return
         if self._has_coder and all(
             group.compress(slots, asked) for group, slots, asked in zip(self._groups, regions, positions, strict=True)
         ):
@@ -166,11 +175,29 @@ class _CodedArchive(Archive):
         return [group.restore(asked) for group, asked in zip(self._groups, positions, strict=True)]
 
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
-        if self._has_coder:
+        if (mirror := self._context.pool.mirror) is not None:
+            self._on_all_ranks(mirror, _CodedWork.restore, regions, positions)
+            for slots, asked in zip(regions, positions, strict=True):
+                slots.held[slots.layout.slots(asked)] = asked
+        elif self._has_coder:
             for group, slots, asked in zip(self._groups, regions, positions, strict=True):
                 group.decompress(slots, asked)
         else:
             super().restore_into(regions, positions)
+
+    def _on_all_ranks(
+        self,
+        mirror: Mirror,
+        verb: Callable[[_CodedWork, KVContext], Tensor | None],
+        regions: Sequence[LayerSlots],
+        positions: Sequence[Positions],
+    ) -> list[list[Tensor]]:
+        """Each codes its own heads. Returns what each found, by sets of layers; [] of one that has nothing to do."""
+        found: list[list[Tensor]] = []
+        for group, slots, asked in zip(self._groups, regions, positions, strict=True):
+            work = group.work(slots, asked)
+            found.append(mirror.done(partial(verb, work), self._context) if len(asked) else [])
+        return found
 
     def ask_finite(self) -> int:
         return self._finite.send()
@@ -209,6 +236,7 @@ class _CodedGroup:
         self._compressor = compressor
         self._context = context
         self._kept = kept
+        self._starts = tuple(starts)
         heads, itemsize = kept.layers.kv_heads, context.geometry.itemsize
         self._halves = _halves(compressor, kept.layers.entry, itemsize)
         self._mean_bytes = sum(half.mean_width for half in self._halves) * heads * itemsize * len(starts)
@@ -265,16 +293,22 @@ class _CodedGroup:
         ]
         name, dtype = ("codes", self._halves), self._context.pool.memory.dtype
         codes = self._context.compute(name, partial(_encode, self._halves, dtype), entries)
-        for places, fresh in zip(self._codes, codes, strict=True):
-            self._put(places, block.positions, fresh)
+        for index, fresh in enumerate(codes):
+            self._put(index, block.positions, fresh)
 
-    def _put(self, places: Sequence[tuple[slice, Tensor]], positions: Positions, codes: Tensor) -> None:
-        """codes: [n, L, Hkv, vector bytes]"""
-        first = 0
+    def _put(self, index: int, positions: Positions, codes: Tensor) -> None:
+        """codes: [n, L, Hkv, vector bytes] of the keys (0), or of the values (1)."""
+        for some, place in self._places_of(index, positions):
+            place.copy_(codes[some].transpose(0, 1))
+
+    def _places_of(self, index: int, positions: Positions) -> list[tuple[tuple[slice, slice], Tensor]]:
+        """Where the codes of these positions are: which positions and layers, and a view [some layers, n, Hkv, …]."""
+        found, first = [], 0
         for begin, end in neighbours(self._kept.slots(positions)):
-            for layers, place in places:
-                place[:, begin:end] = codes[first : first + end - begin, layers].transpose(0, 1)
-            first += end - begin
+            some = slice(first, first + end - begin)
+            found += [((some, layers), place[:, begin:end]) for layers, place in self._codes[index]]
+            first = some.stop
+        return found
 
     def restore(self, positions: Positions) -> EntryBlock:
         layers, entry = self._kept.layers, self._kept.layers.entry
@@ -319,31 +353,63 @@ class _CodedGroup:
                 rotary=self._kept.layers.rotary,
             )
 
-    def _codes_of(self, index: int, positions: Positions) -> Tensor:
-        """[n, L, Hkv, vector bytes] of the keys (0), or of the values (1)."""
-        layers, places, width = self._kept.layers, self._codes[index], self._halves[index].vector_bytes
-        found = places[0][1].new_empty((len(positions), len(layers.layers), layers.kv_heads, width))
-        first = 0
-        for begin, end in neighbours(self._kept.slots(positions)):
-            for own, place in places:
-                found[first : first + end - begin, own] = place[:, begin:end].transpose(0, 1)
-            first += end - begin
-        return found
+    def work(self, slots: LayerSlots, positions: Positions) -> _CodedWork:
+        return _CodedWork(
+            compressor=self._compressor,
+            kept=self._kept,
+            starts=self._starts,
+            layout=slots.layout,
+            regions=tuple(slots.starts.tolist()),
+            positions=positions,
+        )
+
+    def _codes_of(self, index: int, positions: Positions, mirror: Mirror | None = None) -> Tensor:
+        """[n, L, Hkv, vector bytes] of the keys (0), or of the values (1). mirror: with the heads of all ranks."""
+        layers, width = self._kept.layers, self._halves[index].vector_bytes
+        places = self._places_of(index, positions)
+        views = [place for _, place in places]
+        by_rank = [views] if mirror is None else mirror.collected(views)
+        shape = (len(positions), len(layers.layers), len(by_rank), layers.kv_heads, width)
+        found = views[0].new_empty(shape)
+        for rank, parts in enumerate(by_rank):
+            for (some, _), part in zip(places, parts, strict=True):
+                found[*some, rank] = part.transpose(0, 1)
+        return found.flatten(2, 3)
 
     def save(self, positions: Positions) -> Iterator[tuple[Tensor, ...]]:
-        """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, vector bytes] of both."""
-        if len(positions):
-            yield tuple(torch.cat([place for _, place in means]) for means in self._means)
-            yield tuple(self._codes_of(index, positions) for index in range(2))
+        """The means [layers, Hkv, D] of keys and of values, then the codes [n, layers, Hkv, vector bytes] of both.
+
+        The heads are those of all ranks.
+        """
+        if not len(positions):
+            return
+        mirror, means = self._context.pool.mirror, []
+        for places in self._means:
+            views = [place for _, place in places]
+            by_rank = [views] if mirror is None else mirror.collected(views)
+            means.append(torch.cat([torch.cat(parts) for parts in by_rank], dim=1))
+        yield tuple(means)
+        yield tuple(self._codes_of(index, positions, mirror) for index in range(2))
 
     def load(self, positions: Positions, saved: Iterator[tuple[Tensor, ...]]) -> None:
         if not len(positions):
             return
+        mirror, heads = self._context.pool.mirror, self._kept.layers.kv_heads
         for means, given in zip(self._means, next(saved), strict=True):
+            by_rank = torch.split(given, heads, dim=1)
             for layers, place in means:
-                place.copy_(given[layers])
-        for places, codes in zip(self._codes, next(saved), strict=True):
-            self._put(places, positions, codes)
+                place.copy_(by_rank[0][layers])
+            if mirror is not None:
+                mirror.given([place for _, place in means], [[part[layers] for layers, _ in means] for part in by_rank])
+        for index, codes in enumerate(next(saved)):
+            by_rank = torch.split(codes, heads, dim=2)
+            self._put(index, positions, by_rank[0])
+            if mirror is not None:
+                places = self._places_of(index, positions)
+                mirror.given(
+                    [place for _, place in places],
+                    [[part[some].transpose(0, 1) for some, _ in places] for part in by_rank],
+                )
 
     def held_bytes(self, count: int) -> int:
         if not count:
@@ -359,6 +425,45 @@ class _CodedGroup:
             return 0.0
         means = [place for _, place in self._means[index]]
         return (means[0] if len(means) == 1 else torch.cat(means)).float()[:, None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CodedWork:
+    """What each rank does with its own heads of one set of layers, all of whose places are the same there.
+
+    starts: of the layers' codes, in the pool. layout, regions: of their regions, and where each layer's begin.
+    """
+
+    compressor: KVCompressor
+    kept: KeptLayers
+    starts: tuple[int, ...]
+    layout: Layout
+    regions: tuple[int, ...]
+    positions: Positions
+
+    def begin(self, context: KVContext) -> None:
+        self._group(context).begin(self._block(context))
+
+    def keep(self, context: KVContext) -> Tensor:
+        """Returns `extremes` of the entries."""
+        block = self._block(context)
+        self._group(context).keep(block)
+        return extremes(block.keys, block.values)
+
+    def restore(self, context: KVContext) -> None:
+        block, slots = self._group(context).restore(self.positions), self._slots(context)
+        slots.write_own(self.positions, slots.moved(block.keys, self.positions), block.values)
+
+    def _group(self, context: KVContext) -> _CodedGroup:
+        return _CodedGroup(self.compressor, context, self.kept, self.starts)
+
+    def _slots(self, context: KVContext) -> LayerSlots:
+        starts = np.array(self.regions, dtype=np.int64)
+        return LayerSlots(context=context, layer_set=self.kept.layers, layout=self.layout, starts=starts)
+
+    def _block(self, context: KVContext) -> EntryBlock:
+        slots = self._slots(context)
+        return EntryBlock.read(slots, self.positions, slots.read_own(self.positions))
 
 
 def _spaced(memory: Tensor, first: int, layers: slice, apart: int, shape: tuple[int, ...]) -> Tensor:

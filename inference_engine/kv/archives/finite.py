@@ -43,12 +43,10 @@ class FiniteCheck:
     def ask(self, layers: Sequence[int], keys: Tensor, values: Tensor, *, come_back: bool) -> None:
         """Check keys and values [L, n, Hkv, D], which may change afterwards. come_back: they were restored."""
         if keys.numel():
-            # NaN is both the minimum and the maximum.
-            extremes = (*keys.flatten(1).aminmax(dim=1), *values.flatten(1).aminmax(dim=1))
-            self._questions.append(_Question(tuple(layers), come_back, torch.stack(extremes)))
+            self._questions.append(_Question(tuple(layers), come_back, extremes(keys, values)))
 
     def note(self, layers: Sequence[int], found: Tensor, *, come_back: bool) -> None:
-        """What a device found in entries: [2, L], not finite where keys, or values, are not."""
+        """What devices found in entries: [n, L] of keys, then of values; not finite where they are not."""
         self._questions.append(_Question(tuple(layers), come_back, found))
 
     def send(self) -> int:
@@ -75,6 +73,11 @@ class FiniteCheck:
     def forget(self) -> None:
         self._questions = []
         self._answers.clear()
+
+
+def extremes(keys: Tensor, values: Tensor) -> Tensor:
+    """[4, L] of keys and values [L, n, Hkv, D]: the smallest and the largest. NaN is both."""
+    return torch.stack((*keys.flatten(1).aminmax(dim=1), *values.flatten(1).aminmax(dim=1)))
 
 
 def _look_at(answer: _FoundNumbers) -> None:

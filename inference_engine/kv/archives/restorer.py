@@ -40,7 +40,12 @@ class EntryBlock:
     @staticmethod
     def of(slots: LayerSlots, positions: Positions) -> EntryBlock:
         """Entries in regions."""
-        keys, values = slots.read_entries(positions)
+        return EntryBlock.read(slots, positions, slots.read_entries(positions))
+
+    @staticmethod
+    def read(slots: LayerSlots, positions: Positions, entries: Pair) -> EntryBlock:
+        """Of entries as `slots` has them."""
+        keys, values = entries
         keys = keys.float() if slots.layer_set.entry.value_in_key else slots.moved(keys.float(), -positions)
         return EntryBlock(positions, keys, values.float())
 
@@ -106,6 +111,10 @@ class Archive(ABC):
 
         The block of a set that does not begin now is empty.
         """
+
+    def begin_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        """`begin` of entries in regions."""
+        self.begin([EntryBlock.of(slots, asked) for slots, asked in zip(regions, positions, strict=True)])
 
     @abstractmethod
     def keep(self, blocks: Sequence[EntryBlock]) -> None:

@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -325,6 +325,9 @@ class Rooms:
         self.nbytes -= room.nbytes  # last, for the same reason
 
 
+C = TypeVar("C")
+
+
 class Mirror(Protocol):
     """Gets what is written to the pool between steps: the views of its memory that are written, and read.
 
@@ -349,6 +352,11 @@ class Mirror(Protocol):
 
     def given(self, views: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> None:
         """Write what each device is to have in these views, but for this one."""
+
+    def done(self, work: Callable[[C], Tensor | None], context: C) -> list[Tensor]:
+        """Have each device do this, with the context of its own pool. Returns what each found, if all find something.
+
+        work: can be pickled."""
 
 
 class _Account:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
-from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBlock
+from inference_engine.kv.archives.restorer import Archive, ArchivedPart
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import Run
@@ -166,9 +166,7 @@ class ArchivedEntries(ArchivedPart):
                 for exact, regions in zip(self._sets, self.regions, strict=True)
             ]
             if any(len(positions) for positions in firsts):
-                self._archive.begin(
-                    [EntryBlock.of(slots, asked) for slots, asked in zip(self.regions, firsts, strict=True)]
-                )
+                self._archive.begin_from(self.regions, firsts)
             self._archive.keep_from(self.regions, leaving)
             self._replace(leaving)
         except Exception as error:

@@ -43,9 +43,11 @@ def region_demand(geometry: Geometry, layers: LayerSet, layout: Layout) -> Deman
 class LayerEntries(LayerSlots, Part):
     """A set of alike layers, and the mechanisms that belong to them.
 
-    prefixes: of a fork, where its history begins. staged: the slots that were given to positions last.
+    allocation: of the regions. prefixes: of a fork, where its history begins. staged: the slots that were given to
+    positions last.
     """
 
+    allocation: Allocation
     parts: list[LayerPart] = field(default_factory=list)
     prefixes: tuple[SharedPrefix, ...] = ()
     staged: Indexes = field(init=False)
