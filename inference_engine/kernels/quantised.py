@@ -94,6 +94,23 @@ class QuantisedMatrix:
         """Some of the outputs: views."""
         return self._of([part[first : first + count] if part is not None else None for part in self._parts()])
 
+    def columns(self, first: int, count: int) -> QuantisedMatrix:
+        """Some of the inputs: whole groups, if there are."""
+        if not self.has_groups:
+            codes = self.codes[:, first : first + count].contiguous()
+            return QuantisedMatrix(codes=codes, scales=self.scales, zeros=None, inputs=count, group=count)
+        assert not first % self.group and not count % self.group, (first, count, self.group)
+        width = 1 if self.is_fp8 else 2  # inputs of a byte
+        codes, (scales, zeros) = self.codes[:, first // width : (first + count) // width], self._parts()[1:]
+        groups = slice(first // self.group, (first + count) // self.group)
+        return QuantisedMatrix(
+            codes=codes.contiguous(),
+            scales=scales[:, groups].contiguous(),
+            zeros=None if zeros is None else zeros[:, groups].contiguous(),
+            inputs=count,
+            group=self.group,
+        )
+
     def to(self, device: torch.device | str) -> QuantisedMatrix:
         return self._of([part.to(device) if part is not None else None for part in self._parts()])
 

@@ -47,7 +47,7 @@ def load_quantised(
     files = SafetensorsCheckpoint(folder)
     config, kind = generator_of(config)
     with refused_as(f"{folder}: {UNFIT}"):
-        shapes, quantised = _parts(files, layout, config)
+        shapes, quantised = parts_of(files, layout, config)
         # A matrix that is quantised has no numbers of its own until then, and takes no memory.
         numbers = {
             name: torch.zeros((), dtype=dtype).expand(shape)
@@ -61,7 +61,7 @@ def load_quantised(
         for name, stem in quantised.items():
             module = model.get_submodule(name)
             assert isinstance(module, nn.Linear)
-            matrix = _matrix(files, layout, stem, module.out_features, module.in_features)
+            matrix = read_matrix(files, layout, stem, module.out_features, module.in_features)
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, QuantisedLinear(matrix, module.bias, dtype))
     return model
@@ -86,9 +86,10 @@ def _check_names(files: SafetensorsCheckpoint, layout: QuantisedLayout, paramete
         raise ModelError(f"{no_place(files, found)}; only linear layers are read in {layout}")
 
 
-def _matrix(
+def read_matrix(
     files: SafetensorsCheckpoint, layout: QuantisedLayout, stem: str, outputs: int, inputs: int
 ) -> QuantisedMatrix:
+    """The matrix [outputs, inputs] whose tensors' names begin so. Raises ModelError for tensors that do not fit."""
     if layout.method == "fp8":
         return _read_fp8(files, layout, stem, outputs, inputs)
     if outputs % _PACKED or inputs % _PACKED:
@@ -164,7 +165,7 @@ def check_quantised(folder: Path, layout: QuantisedLayout, config: PretrainedCon
     """Raise ModelError for tensors that `load_quantised` would not take, by headers and orders of inputs alone."""
     files = SafetensorsCheckpoint(folder)
     with refused_as(f"{folder}: {UNFIT}"):
-        shapes, quantised = _parts(files, layout, config)
+        shapes, quantised = parts_of(files, layout, config)
         for name, shape in shapes.items():
             if name.removesuffix(".weight") not in quantised:
                 _found(files, _named(files, text_name(name)), _FLOATS, shape)
@@ -180,10 +181,13 @@ def check_quantised(folder: Path, layout: QuantisedLayout, config: PretrainedCon
                 _check_order(files, layout, stem, inputs, inputs if layout.group < 0 else layout.group)
 
 
-def _parts(
+def parts_of(
     files: SafetensorsCheckpoint, layout: QuantisedLayout, config: PretrainedConfig
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of all parameters, and of the quantised matrices how names of their tensors begin, by module."""
+    """The shapes of all parameters, and of the quantised matrices how names of their tensors begin, by module.
+
+    Raises ModelError for tensors that have no place.
+    """
     own, kind = generator_of(config)
     with torch.device("meta"):
         empty = kind(copy.deepcopy(own))

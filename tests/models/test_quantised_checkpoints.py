@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.compose import executor, open_backend
@@ -144,10 +145,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Written, str]] = {
 }
 
 
-def written(folder: Path, layout: str) -> Any:
+def written(folder: Path, layout: str, model: PreTrainedModel | None = None) -> Any:
     """A folder in this layout; returns transformers' model with the same numbers. The head is not quantised."""
     config, write, _ = LAYOUTS[layout]
-    model = tiny_model()
+    model = model or tiny_model()
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name, module in model.named_modules():

@@ -12,7 +12,9 @@ from threading import BrokenBarrierError
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers import Qwen3ForCausalLM
 
 from inference_engine.backends import torch_loading
 from inference_engine.backends.base import Forward
@@ -36,8 +38,9 @@ from tests.facade import copies_known, save_copies
 from tests.further import further
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.variants import drain, generate, same, text, tokens
+from tests.models.test_quantised_checkpoints import LAYOUTS, written
 from tests.parallel.in_threads import InThread, ThreadGroup, two_ranks
-from tests.tiny import SMALL, tiny_model
+from tests.tiny import SMALL, tiny_config, tiny_model
 
 pytestmark = pytest.mark.usefixtures("trying_no_strategies")
 
@@ -127,6 +130,35 @@ def test_groups_of_inputs_that_ranks_would_have_parts_of_are_refused(folder: Pat
             BackendError, match=r"weights=int4: each of 2 ranks has \d+ inputs of .*: start with weights=fp8"
         ),
         two_ranks(folder / "model", folder / "cache", weights="int4"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "layout", ["fp8, blocks", "awq", *map(further, ("compressed-tensors", "fp8, one scale", "gptq"))]
+)
+def test_weights_that_are_stored_quantised_are_split_as_they_are(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config()
+    config.intermediate_size = 128  # four groups
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        written(tmp_path / "model", layout, Qwen3ForCausalLM(config).eval())
+    whole = opened_whole(tmp_path / "model", tmp_path / "cache", monkeypatch)
+    with Engine(whole, EngineConfig(**SMALL)) as engine:
+        expected = turns(engine)
+    with two_ranks(tmp_path / "model", tmp_path / "cache") as forward:
+        assert forward.facts.numerics.endswith(f"{LAYOUTS[layout][2]} weights, 2 ranks")
+        with Engine(forward, EngineConfig(**SMALL)) as engine:
+            assert turns(engine) == expected
+
+
+def test_stored_groups_of_inputs_that_ranks_would_have_parts_of_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "model", "gptq, no groups")  # which are read as groups of 128
+    with (
+        pytest.raises(BackendError, match=r"each rank has \d+ inputs of .*, and 128 share a scale in its file"),
+        two_ranks(tmp_path / "model", tmp_path / "cache"),
     ):
         pass
 

@@ -24,7 +24,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inference_engine.backends.twin import text_generator
 from inference_engine.errors import BackendError, ModelError
-from inference_engine.models.checkpoint import Checkpoint, text_name
+from inference_engine.kernels.quantised import QuantisedMatrix, joined
+from inference_engine.models.checkpoint import Checkpoint, SafetensorsCheckpoint, text_name
 from inference_engine.models.families import check_family
 from inference_engine.models.families.list_writer import EMBEDDING, HEAD
 from inference_engine.models.folder import grouping_of, layout_of
@@ -33,6 +34,9 @@ from inference_engine.models.loader import LoadedModel, check_model, loaded, log
 from inference_engine.models.open_checkpoint import open_checkpoint
 from inference_engine.models.operations import NoStepListError
 from inference_engine.models.places import check_places, reads_of, shapes_of
+from inference_engine.models.quantised_layout import QuantisedLayout
+from inference_engine.models.quantised_linear import QuantisedLinear
+from inference_engine.models.quantised_model import parts_of, read_matrix
 
 logger = logging.getLogger(__name__)
 
@@ -79,14 +83,15 @@ def load_part(
     config = read_config(checked)
     trained_positions, vocab_size = sizes(config, checked.folder)
     layout = None if checked.only_gguf else layout_of(checked.folder)
-    if layout is not None or (not checked.only_gguf and grouping_of(checked.folder) is not None):
+    if not checked.only_gguf and grouping_of(checked.folder) is not None:
         raise BackendError(
-            f"{checked.folder}: matrices that are stored quantised ({layout or 'in groups'}) are not split between "
-            "ranks yet; start with tensor_parallel=1, or with the model's unquantised weights"
+            f"{checked.folder}: matrices in MLX's layout are not split between ranks; start with the model's "
+            "unquantised weights, a checkpoint in fp8, GPTQ or AWQ, or a GGUF file"
         )
     if rank == 0:
         log_remarks(checked)
-    model = _made_part(open_checkpoint(checked.stored), config, dtype, attention, rank, ranks)
+    checkpoint = open_checkpoint(checked.stored) if layout is None else SafetensorsCheckpoint(checked.folder)
+    model = _made_part(checkpoint, layout, config, dtype, attention, rank, ranks)
     return loaded(
         model, checked, trained_positions=trained_positions, vocab_size=vocab_size, dtype=dtype, device=device
     )
@@ -106,8 +111,15 @@ def _check_is_split(config: PretrainedConfig, ranks: int) -> None:
 
 
 def _made_part(
-    checkpoint: Checkpoint, config: PretrainedConfig, dtype_name: str, attention: str, rank: int, ranks: int
+    checkpoint: Checkpoint,
+    layout: QuantisedLayout | None,
+    config: PretrainedConfig,
+    dtype_name: str,
+    attention: str,
+    rank: int,
+    ranks: int,
 ) -> PreTrainedModel:
+    """layout: of the matrices that are stored quantised, and stay so."""
     own, kind = text_generator(config)
     _check_is_split(own, ranks)
     narrow, dtype = narrowed(own, ranks), getattr(torch, dtype_name)
@@ -117,11 +129,18 @@ def _made_part(
         shapes = {text_name(name): tuple(each.shape) for name, each in whole.state_dict().items()}
         head = HEAD if HEAD in checkpoint else EMBEDDING
         share = _Share(rank, ranks, [own.num_attention_heads, *2 * [own.num_key_value_heads]], narrow.head_dim)
-        check_places(checkpoint, shapes_of(whole), reads_of(own))
+        quantised: dict[str, str] = {}
+        if layout is None:
+            check_places(checkpoint, shapes_of(whole), reads_of(own))
+        else:
+            assert isinstance(checkpoint, SafetensorsCheckpoint)
+            _, quantised = parts_of(checkpoint, layout, own)
         numbers: dict[str, Tensor] = {}
         for name, each in part.state_dict().items():
             stored, wanted = text_name(name), tuple(each.shape)
-            if stored == EMBEDDING:
+            if name.removesuffix(".weight") in quantised:
+                numbers[name] = torch.zeros((), dtype=dtype).expand(wanted)  # which take no memory
+            elif stored == EMBEDDING:
                 numbers[name] = torch.zeros(wanted, dtype=dtype)
             elif stored == HEAD:
                 numbers[name] = share.of(_numbers(checkpoint, head, shapes[HEAD]), HEAD, wanted).to(dtype)
@@ -134,6 +153,13 @@ def _made_part(
         model: PreTrainedModel = kind.from_pretrained(
             None, config=narrow, state_dict=numbers, dtype=dtype, attn_implementation=attention
         )
+        for name, stem in quantised.items():
+            assert layout is not None and isinstance(checkpoint, SafetensorsCheckpoint)
+            linear: Any = model.get_submodule(name)
+            matrix = read_matrix(checkpoint, layout, stem, *shapes[text_name(f"{name}.weight")])
+            own_matrix = share.of_matrix(matrix, name, tuple(linear.weight.shape))
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, QuantisedLinear(own_matrix, linear.bias, dtype))
         embedded = _numbers(checkpoint, EMBEDDING, shapes[EMBEDDING]) if rank == 0 else torch.zeros(1, own.hidden_size)
         module: Any = model.get_input_embeddings()
         module.weight = torch.nn.Parameter(embedded.to(dtype, copy=True), requires_grad=False)
@@ -189,16 +215,46 @@ class _Share:
         """Of `wanted` shape: its share of the dimension in which that is narrower; all of a tensor that is not."""
         if tuple(whole.shape) == tuple(wanted):
             return whole
-        module = name.rsplit(".", maxsplit=1)[-1] if name.endswith("_proj") else name.split(".")[-2]
+        module = self._module(name)
+        dim = next(dim for dim, (have, want) in enumerate(zip(whole.shape, wanted, strict=True)) if have != want)
+        parts = torch.split(whole, self._outputs(module, whole.shape[dim]), dim=dim)
+        return torch.cat([part.chunk(self.ranks, dim=dim)[self.rank] for part in parts], dim=dim)
+
+    def of_matrix(self, whole: QuantisedMatrix, name: str, wanted: tuple[int, int]) -> QuantisedMatrix:
+        """The same of a quantised one. Raises BackendError for groups of inputs of which ranks would have parts."""
+        if whole.shape == wanted:
+            return whole
+        module, (outputs, inputs) = self._module(name), wanted
+        if module in OF_COLUMNS:
+            if whole.has_groups and inputs % whole.group:
+                raise BackendError(
+                    f"tensor_parallel={self.ranks}: each rank has {inputs} inputs of {name}, and {whole.group} share a "
+                    f"scale in its file ({whole.format}): start with fewer ranks, or the model's unquantised weights"
+                )
+            return whole.columns(self.rank * inputs, inputs)
+        first, found = 0, []
+        for size in self._outputs(module, len(whole)):
+            found.append(whole.rows(first + self.rank * (size // self.ranks), size // self.ranks))
+            first += size
+        made = joined(found)
+        assert made is not None and len(made) == outputs
+        return made
+
+    def _module(self, name: str) -> str:
+        """Raises BackendError for one that is not split."""
+        last = name.rsplit(".", maxsplit=1)[-1]
+        module = last if last in _SPLIT else name.split(".")[-2]
         if module not in _SPLIT:
             raise BackendError(
                 f"tensor_parallel={self.ranks}: {name} is of all heads together, which is not split between ranks yet; "
                 "start with tensor_parallel=1"
             )
-        dim = next(dim for dim, (have, want) in enumerate(zip(whole.shape, wanted, strict=True)) if have != want)
-        parts: Sequence[Tensor] = (whole,)
+        return module
+
+    def _outputs(self, module: str, size: int) -> list[int]:
+        """How many outputs each of the matrices has that are stored as one."""
         if module == "gate_up_proj":
-            parts = whole.chunk(2, dim=dim)
-        elif module == "qkv_proj":
-            parts = torch.split(whole, [count * self.head_dim for count in self.heads], dim=dim)
-        return torch.cat([part.chunk(self.ranks, dim=dim)[self.rank] for part in parts], dim=dim)
+            return [size // 2] * 2
+        if module == "qkv_proj":
+            return [count * self.head_dim for count in self.heads]
+        return [size]
