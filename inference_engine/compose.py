@@ -79,7 +79,7 @@ class Parts:
         # They are read from the files where sessions outlive the process, and else not needed.
         weights, codec = ("", "") if config.kept is Durability.NONE else self.digests()
         metrics = EngineMetrics()
-        journal = open_journal(config, weights=weights, metrics=metrics)
+        journal = open_journal(config, weights=weights, metrics=metrics, facts=self._deciding(config))
         try:
             return Engine(
                 self.forward,
@@ -97,6 +97,19 @@ class Parts:
         except BaseException:
             journal.stop()
             raise
+
+    def _deciding(self, config: EngineConfig) -> dict[str, str]:
+        """What decides tokens, beside the weights and what is recorded of each session."""
+        facts = self.forward.facts
+        return {
+            "device": self.forward.device.type,
+            "backend": facts.backend,
+            "dtype": facts.dtype,
+            "numerics": facts.numerics,
+            "determinism": facts.mode.value,
+            "kv_dtype": facts.kv_dtype or facts.dtype,
+            "segment_tokens": str(config.segment_tokens),
+        }
 
 
 # The method's name for the same three: a target that verifies, a restorer of its evicted entries, and a drafter of

@@ -6,6 +6,7 @@ import hashlib
 import re
 import secrets
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.config import EngineConfig, in_full
@@ -24,11 +25,13 @@ _NAME_BYTES = 56  # with `kakeya ` before them, the most of a connection's name
 _NAME = re.compile(f"(?! )[ -~]{{1,{_NAME_BYTES}}}(?<! )")
 
 
-def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) -> Journal:
+def open_journal(
+    config: EngineConfig, *, weights: str, metrics: EngineMetrics, facts: Mapping[str, str] | None = None
+) -> Journal:
     """What the settings keep sessions in; in memory, if nothing.
 
-    weights: digest of the model's, whose journal it is. Raises ConfigError for a kind that there is not, and for a
-    place that cannot be used; then nothing was written.
+    weights: digest of the model's, whose journal it is. facts: what decides tokens beside them. Raises ConfigError for
+    a kind that there is not, and for a place that cannot be used; then nothing was written.
     """
     if config.kept is Durability.NONE:
         return MemoryJournal()
@@ -55,6 +58,7 @@ def open_journal(config: EngineConfig, *, weights: str, metrics: EngineMetrics) 
             keep_seconds=config.session_keep_seconds,
             even_clock=even_clock,
             copies_folder=in_full(config.copies_dir) if config.copies_dir else None,
+            facts=facts,
         )
     # Without the place, which may hold a password.
     known = " or ".join(f"{name}:{place}" for name, place in KINDS.items())

@@ -7,12 +7,13 @@ changes nothing, and who lost the connection at a COMMIT asks for the number.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import select
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -423,6 +424,41 @@ def open_database(dsn: str, durability: Durability, weights: str | None, name: s
         db.close()
         raise
     return db
+
+
+def check_alike(db: PostgresConnection, place: str, replica: str, facts: Mapping[str, str]) -> None:
+    """Record what decides the tokens of this server, which is registered.
+
+    Raises ConfigError, and nothing is recorded, if another one that is alive decides otherwise: a session that goes on
+    there would be refused, or get other tokens.
+    """
+    db.begin()
+    try:
+        list(db.execute("select pg_advisory_xact_lock(?)", (_PREPARING,)))
+        db.execute(
+            "delete from facts where starts_with(name, 'server ') "
+            "and substr(name, 8) not in (select name from replicas)"
+        )
+        db.execute(
+            "insert into facts values (?, ?) on conflict (name) do update set value = excluded.value",
+            (f"server {replica}", json.dumps(dict(facts))),
+        )
+        for other, value in db.execute(
+            "select r.name, f.value from replicas r join facts f on f.name = 'server ' || r.name where r.name <> ? and "
+            "r.until > clock_timestamp() and not pg_try_advisory_xact_lock(lock_of(r.name, r.epoch))",
+            (replica,),
+        ):
+            theirs = json.loads(value)
+            if unlike := [name for name, own in facts.items() if theirs.get(name, own) != own]:
+                said = ", ".join(f"{name} {theirs[name]!r} there and {facts[name]!r} here" for name in unlike)
+                raise ConfigError(
+                    f"the journal {place}: the server {other!r} is alive and has {said}, which decides tokens, and "
+                    "sessions go from one to the other: start both alike, stop that one first, or name another database"
+                )
+        db.commit()
+    except BaseException:
+        db.roll_back()
+        raise
 
 
 def _refuse_settings(db: PostgresConnection, place: str, durability: Durability) -> None:

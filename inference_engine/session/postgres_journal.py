@@ -19,7 +19,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -43,6 +43,7 @@ from inference_engine.session.journal import (
 from inference_engine.session.kept_journal import KeptJournal
 from inference_engine.session.postgres_database import (
     PostgresConnection,
+    check_alike,
     connect,
     is_fenced,
     open_database,
@@ -107,13 +108,14 @@ class PostgresJournal(KeptJournal):
         lease_seconds: float = 5.0,
         keep_seconds: float = 0.0,
         copies_folder: Path | None = None,
+        facts: Mapping[str, str] | None = None,
         wall_clock: Callable[[], float] = time.time,
         even_clock: Callable[[], float] | None = None,
     ) -> None:
         """dsn: what libpq takes. replica: name of this server, which no other one of the database has. lease_seconds:
         other servers take over its sessions when it was not heard of for so long. copies_folder: for copies of K/V, in
         a folder of this server's own within it, where others read them, too, if they have the folder; None: there are
-        none.
+        none. facts: what decides the tokens of this server beside the weights; those that are alive have the same.
 
         The others are as for SQLiteJournal. Raises ConfigError for a database that cannot be used.
         """
@@ -146,6 +148,8 @@ class PostgresJournal(KeptJournal):
             undo.callback(self._db.close)
             self._lease = Lease(dsn, replica, lease_seconds, on_asked=self._asked, on_lost=self._ask_for_proof)
             undo.callback(self._lease.stop)
+            if facts is not None:
+                check_alike(self._db, place_of(dsn), replica, facts)
             self._db.commits_for(replica, self._lease.epoch)
             self.look_at_clock(self._db)
             self._jumps = ClockJumps(self._now, even_clock)

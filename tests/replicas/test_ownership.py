@@ -17,6 +17,8 @@ import psycopg
 import pytest
 
 import kakeya
+from inference_engine.compose import Parts
+from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, JournalAway, QuotaExceeded, SessionElsewhere
 from inference_engine.metrics import EngineMetrics
@@ -28,6 +30,7 @@ from tests.kept import WEIGHTS, Database, saved
 from tests.load.scripted import scripted_engine
 from tests.server.wire import HISTORY, Details, connected, read_rest, refused, serving, until
 from tests.session.talks import OWNER, record_of
+from tests.tiny import SMALL, tiny_forward
 
 ELSEWHERE = "UNAVAILABLE SESSION_ELSEWHERE"
 # A server that was taken for dead loses the connection by which it commits, too.
@@ -102,6 +105,39 @@ async def until_there(call: Callable[[], Awaitable[Any]]) -> Any:
                 raise
             await asyncio.sleep(0.03)
     raise AssertionError("the other server does not let go of the session")
+
+
+def test_servers_that_would_give_other_tokens_are_not_alive_together(database: Database) -> None:
+    """A session that goes on at the other one would be refused there, or go on with other tokens."""
+    alone, split = {"numerics": "listed", "dtype": "float32"}, {"numerics": "listed, 2 ranks", "dtype": "float32"}
+    with journal_of(database, "one", facts=alone):
+        with pytest.raises(
+            ConfigError, match="'one' is alive and has numerics 'listed' there and 'listed, 2 ranks' here"
+        ):
+            made_journal(database.dsn, "two", EngineMetrics(), 5.0, facts=split)
+        with (
+            journal_of(database, "two", facts={**alone, "a fact of a later version": "1"}),
+            journal_of(database, "an earlier version"),
+        ):
+            pass
+    with journal_of(database, "two", facts=split), journal_of(database, "three", facts=split):
+        pass
+
+
+def test_what_decides_tokens_is_compared_when_a_server_starts(database: Database) -> None:
+    def parts(digest: str = WEIGHTS) -> Parts:
+        return Parts(forward=tiny_forward(), latent=None, drafter=None, digests=lambda: (digest, ""))
+
+    def settings(replica: str, **more: Any) -> EngineConfig:
+        journal = {"journal": f"postgres:{database.dsn}", "durability": "process", "replica": replica}
+        return EngineConfig(**{**SMALL, **journal, **more})
+
+    with (
+        parts().engine(settings("one")),
+        parts().engine(settings("two")),
+        pytest.raises(ConfigError, match="segment_tokens '16' there and '32' here"),
+    ):
+        parts().engine(settings("three", segment_tokens=32))
 
 
 def test_a_session_goes_to_the_server_that_is_asked_and_back(database: Database) -> None:
