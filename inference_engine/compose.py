@@ -383,9 +383,7 @@ def find_latent(model: ModelConfig) -> LateCodec | None:
     from kv_cache_proposer.f_theta.lazy_codec import open_codec
 
     checked = check_model(model.model, cache=model.cache_path)
-    return open_codec(
-        folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.torch_kernels
-    )
+    return open_codec(folder, target_digest=weights_digest(checked), device=model.torch_device, kernels=model.kernels)
 
 
 def latent_identity(model: ModelConfig) -> Mapping[str, Any]:

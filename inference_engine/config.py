@@ -304,9 +304,7 @@ class ModelConfig:
     # K and V of the native backend: "float32", "float16", or "bfloat16" for models whose keys or values exceed 65,504;
     # "auto" is float16. On torch they have the dtype of its activations
     kv_dtype: str = "auto"
-    # "triton" on a GPU; "plain": plain torch everywhere; "metal", with device mlx: a kernel of ours attends for few
-    # queries of a session, instead of MLX's operations
-    kernels: str = "auto"
+    kernels: str = "auto"  # "triton" on a GPU; "plain": plain torch everywhere
     graphs: str = "auto"  # CUDA graphs for decode steps on a GPU; "off": never
     linear: str = "auto"  # weights packed for oneDNN where supported (on a CPU); "packed": required; "plain": never
     threads: int = 0  # 0: one for each core that this process may use
@@ -340,9 +338,8 @@ class ModelConfig:
             raise ConfigError(f"numerics must be auto or int8, got {self.numerics!r}")
         if self.kv_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ConfigError(f"kv_dtype must be auto, float32, float16 or bfloat16, got {self.kv_dtype!r}")
-        if self.kernels not in ("auto", "plain", "triton", *(("metal",) if self.device == "mlx" else ())):
-            more = "" if self.device == "mlx" else ", or metal with device=mlx"
-            raise ConfigError(f"kernels must be auto, plain or triton{more}, got {self.kernels!r}")
+        if self.kernels not in ("auto", "plain", "triton"):
+            raise ConfigError(f"kernels must be auto, plain or triton, got {self.kernels!r}")
         if self.graphs not in ("auto", "on", "off"):
             raise ConfigError(f"graphs must be auto, on or off, got {self.graphs!r}")
         if self.linear not in ("auto", "packed", "plain"):
@@ -360,11 +357,6 @@ class ModelConfig:
     def torch_device(self) -> str:
         """Where torch computes beside the model: MLX shares its memory with the CPU."""
         return "cpu" if self.device == "mlx" else self.device
-
-    @property
-    def torch_kernels(self) -> str:
-        """What torch computes with there: a kernel in Metal is MLX's alone."""
-        return "auto" if self.kernels == "metal" else self.kernels
 
     @property
     def cache_path(self) -> Path:

@@ -49,10 +49,7 @@ HELP = {
         "TYPE",
         "of K and V on the native backend: float32, float16, bfloat16 (larger range), or auto: float16",
     ),
-    "kernels": (
-        "KIND",
-        "triton, plain torch (plain), auto: triton on a GPU; or metal, of device mlx, run by no Mac yet",
-    ),
+    "kernels": ("KIND", "triton, plain torch (plain), or auto: triton on a GPU"),
     "graphs": ("WHEN", "on, off, or auto: CUDA graphs for decode steps, where the device supports them"),
     "linear": (
         "KIND",

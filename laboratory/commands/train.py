@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
             bytes_per_token=bytes_per_token,
             group_layers=args.group_layers,
             importances=importances,
-            kernels=model.torch_kernels,
+            kernels=model.kernels,
             shrinkage=_QUICK_SHRINKAGE if args.quick else _SHRINKAGE,
             is_rough=args.quick,
             advance=partial(progress.advance, task),

@@ -2,9 +2,8 @@
 
     python scripts/mlx/suite.py [--seconds 600]        pytest's report, and a record in results/tests_mlx/
 
-Laws and families on the GPU stream, our kernel in Metal beside its reference and beside the default, checkpoints in
-MLX's layout, greedy tokens beside torch, memory and its limits, a session of so many seconds, speed beside mlx-lm and,
-where it is installed, llama.cpp. Further arguments go to pytest.
+Laws and families on the GPU stream, checkpoints in MLX's layout, greedy tokens beside torch, memory and its limits, a
+session of so many seconds, speed beside mlx-lm and, where it is installed, llama.cpp. Further arguments go to pytest.
 """
 
 from __future__ import annotations

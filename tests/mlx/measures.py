@@ -7,8 +7,8 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from inference_engine.engine import Engine
 from inference_engine.errors import NoCapacity
 from inference_engine.kv.strategies.sink_window import SinkWindow
 from inference_engine.types import Failed, GenerateParams, TokenCommitted
-from laboratory.evaluation.sessions import append_all, turned
+from laboratory.evaluation.sessions import append_all
 
 
 def said(engine: Engine, session: str, tokens: int) -> list[int]:
@@ -153,35 +153,6 @@ def speeds(
             found.theirs.append(_rate(stream))
             if gguf is not None and (rate := llama_cpp_speed(gguf, tokens=tokens)) is not None:
                 found.llama_cpp.append(rate)
-    return found
-
-
-def rates_by_turns(
-    forwards: Mapping[str, Forward], *, sessions: int, prompt: int, tokens: int, rounds: int
-) -> dict[str, list[float]]:
-    """Tokens per second of sessions that generate together after prompts of so many tokens, by forward and round."""
-    found: dict[str, list[float]] = {name: [] for name in forwards}
-    ids = [int(one) for one in np.random.default_rng(2).integers(1, 100, prompt)]
-    limit = prompt + rounds * tokens
-    with ExitStack() as opened:
-        engines: dict[str, tuple[Engine, list[str]]] = {}
-        for name, forward in forwards.items():
-            entry = forward.geometry(page_tokens=16, segment_tokens=256).entry_bytes
-            settings = EngineConfig(
-                kv_bytes=(sessions + 1) * (limit + 256) * entry, default_limit_tokens=limit, share_prefixes="off"
-            )
-            engine = opened.enter_context(Engine(forward, settings))
-            own = [engine.create_session(guaranteed=True).session_id for _ in range(sessions)]
-            for session in own:
-                append_all(engine, session, ids)
-            engines[name] = engine, own
-        for number in range(rounds):
-            for name in turned(list(forwards), number):
-                engine, own = engines[name]
-                began = time.perf_counter()
-                running = [engine.generate(session, GenerateParams(max_tokens=tokens)) for session in own]
-                count = sum(isinstance(event, TokenCommitted) for events in running for event in events)
-                found[name].append(count / (time.perf_counter() - began))
     return found
 
 

@@ -26,7 +26,6 @@ from tests.mlx.measures import (
     long_session,
     memory_held,
     older_names,
-    rates_by_turns,
     sessions_under_pressure,
     speeds,
 )
@@ -55,15 +54,13 @@ def test_the_installation_is_complete_and_mlx_is_the_default() -> None:
     assert main(["doctor", "--kv-bytes", "512MiB", "--bind", "127.0.0.1:0"]) == 0
 
 
-@pytest.mark.parametrize("kernels", ["auto", "metal"])
-def test_greedy_tokens_are_those_of_torch(kernels: str, texts: Sequence[list[int]], record_property: Noted) -> None:
-    forward = open_backend(replace(CONFIG, kernels=kernels))
+def test_greedy_tokens_are_those_of_torch(forward: Forward, texts: Sequence[list[int]], record_property: Noted) -> None:
     theirs = load_model(CONFIG.model, cache=CONFIG.cache_path, attention="sdpa").model
     with Engine(forward, EngineConfig(kv_bytes=2**28, default_limit_tokens=1024, share_prefixes="off")) as engine:
         found = [compare(engine, theirs, prompt, 64) for prompt in texts]
     differing = [one for one in found if not one.is_equal]
-    record_property(f"prompts with equal greedy tokens, {kernels}", exact(len(found) - len(differing), "prompts"))
-    record_property(f"prompts that differ at a near-tie, {kernels}", exact(len(differing), "prompts"))
+    record_property("prompts with equal greedy tokens", exact(len(found) - len(differing), "prompts"))
+    record_property("prompts that differ at a near-tie", exact(len(differing), "prompts"))
     assert all((one.margin or 0) < NEAR_TIE for one in differing), differing
 
 
@@ -122,17 +119,3 @@ def test_speed_beside_mlx_lm_and_llama_cpp(
             record_property(what, summarize(found.llama_cpp, "tokens/s"))
         assert statistics.median(found.ours) > 0
     assert older_names(json.loads((checked.folder / "config.json").read_text()))["rope_theta"]
-
-
-@pytest.mark.parametrize(("sessions", "prompt"), [(1, 256), (1, 4096), (8, 512)])
-def test_speed_of_the_kernel_in_metal_beside_the_default(sessions: int, prompt: int, record_property: Noted) -> None:
-    """A record of what should be the default; `test_metal.py` says whether the kernel is right."""
-    config = ModelConfig(device="mlx", dtype="bfloat16")
-    forwards = {kernels: open_backend(replace(config, kernels=kernels)) for kernels in ("auto", "metal")}
-    found = rates_by_turns(forwards, sessions=sessions, prompt=prompt, tokens=64, rounds=7)
-    what = f"{sessions} session{'s' if sessions > 1 else ''} of {prompt} tokens, bfloat16"
-    for kernels, rates in found.items():
-        record_property(f"{what}, kernels={kernels}", summarize(rates, "tokens/s"))
-    ratios = [one / other for one, other in zip(found["metal"], found["auto"], strict=True)]
-    record_property(f"{what}, metal to auto", summarize(ratios, "ratio"))
-    assert statistics.median(ratios) > 0

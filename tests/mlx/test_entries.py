@@ -21,7 +21,6 @@ from inference_engine.kv.strategy import KVStrategy
 from tests.further import off_metal, one_of_each
 from tests.laws import test_session_kv_laws as laws
 from tests.laws.variants import all_strategies, mechanism
-from tests.mlx.metal_kernels import needs_a_kernel, recorded_kernel
 from tests.mlx.test_laws import READS
 
 
@@ -37,7 +36,6 @@ class MlxPlan(StepPlan):
 
     pools: ClassVar[dict[int, mx.array]] = {}
     attended = 0
-    uses_metal = False
 
     def __init__(self, *arguments: Any, **words: Any) -> None:
         super().__init__(*arguments, **{**words, "ops": DeviceOps(attends_together=True)})
@@ -47,7 +45,7 @@ class MlxPlan(StepPlan):
             return super().attend(layer, queries, keys, values, **words)
         assert keys is not None and values is not None, "nothing has written them"
         MlxPlan.attended += 1
-        together = _Together(self, Layers(), self.pools[self.pool.address], self.uses_metal)  # type: ignore[arg-type]
+        together = _Together(self, Layers(), self.pools[self.pool.address])  # type: ignore[arg-type]
         out = together(
             AttendCall(layer, **words), *(as_mlx(states[0].transpose(0, 1)) for states in (queries, keys, values))
         )
@@ -96,17 +94,6 @@ def each_name_first(chunks: Iterator[int]) -> list[Any]:
 def test_a_query_sees_what_the_mask_law_says(strategy: KVStrategy, chunk: int) -> None:
     laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
     assert MlxPlan.attended
-
-
-@needs_a_kernel
-@pytest.mark.parametrize(("strategy", "chunk"), each_name_first(cycle((5, 1, 3))), ids=str)
-def test_a_query_of_the_kernel_in_metal_sees_what_the_mask_law_says(
-    strategy: KVStrategy, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MlxPlan, "uses_metal", True)
-    with recorded_kernel() as kernel:
-        laws.test_a_query_sees_what_the_mask_law_says(strategy, chunk, (1, 1))
-    assert kernel.launches
 
 
 @pytest.mark.parametrize("strategy", READS, ids=str)

@@ -21,7 +21,6 @@ from inference_engine.backends.mlx.program import _streams
 from inference_engine.backends.mlx.reading import Visible
 from inference_engine.backends.mlx.trial import try_list
 from inference_engine.backends.twin import TwinSizes, text_generator
-from inference_engine.errors import NotOnMlx
 from inference_engine.kernels.attention import attend as attend_in_torch
 from inference_engine.kernels.reads import BlockRead
 from inference_engine.kernels.routing import Router
@@ -59,12 +58,6 @@ def test_experts_that_no_logit_speaks_for_have_no_weight() -> None:
     logits = np.full((1, 4), -200.0, np.float32)
     _, expected = router.choose(torch.from_numpy(logits))
     assert np.array_equal(np.array(_routed(router, mx.array(logits), None)[1]), expected.numpy())
-
-
-def test_the_kernel_in_metal_is_refused_for_entries_whose_keys_and_values_share_numbers() -> None:
-    config, kind = text_generator(LATENT["deepseek_v3"])
-    with pytest.raises(NotOnMlx, match="leave kernels at auto"):
-        try_list(kind, config, traits_of(config, kind), uses_metal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, off_metal(torch.float16)], ids=str)

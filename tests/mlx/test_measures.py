@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference_engine.compose import open_backend
-from tests.mlx.measures import long_session, memory_held, rates_by_turns, sessions_under_pressure, speeds
+from tests.mlx.measures import long_session, memory_held, sessions_under_pressure, speeds
 from tests.mlx.test_loading import DENSE, IDS, config_of, saved
 from tests.mlx.tiny import tiny_mlx
 
@@ -45,10 +45,3 @@ def test_speed_is_measured_beside_mlx_lm_over_the_same_weights_and_beside_llama_
     assert len(found.ours) == len(found.theirs) == 2
     assert min(*found.ours, *found.theirs) > 0
     assert found.llama_cpp == [12.5, 12.5]
-
-
-def test_rates_of_forwards_that_take_turns_are_of_every_round() -> None:
-    forwards = {"own": tiny_mlx(), "other": tiny_mlx(seed=1)}
-    found = rates_by_turns(forwards, sessions=2, prompt=20, tokens=4, rounds=3)
-    assert {name: len(rates) for name, rates in found.items()} == {"own": 3, "other": 3}
-    assert min(*found["own"], *found["other"]) > 0

@@ -25,7 +25,6 @@ def tiny_mlx(
     seed: int = 0,
     windowed: bool = True,
     dtype: torch.dtype = torch.float32,
-    uses_metal: bool = False,
     hybrid: str = "",
 ) -> MlxForward:
     model = tiny_model(seed=seed, windowed=windowed, hybrid=hybrid, attention=ATTENTION)
@@ -41,4 +40,4 @@ def tiny_mlx(
         backend="mlx",
         numerics="tiny",
     )
-    return MlxForward(spec, facts, program, dtype=dtype, uses_metal=uses_metal)
+    return MlxForward(spec, facts, program, dtype=dtype)

@@ -28,11 +28,6 @@ def kind() -> str:
     return "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
 
 
-def runs_metal() -> bool:
-    """Can kernels of our own run here? They are in Metal."""
-    return bool(mx.metal.is_available()) and kind() == "gpu"
-
-
 def usable_bytes() -> int:
     """Memory that K/V could take now, in two pieces: on a GPU no more than the system recommends for all."""
     info, limits = mx.device_info(), [free_host_bytes()]

@@ -1,7 +1,6 @@
 """A model on MLX: all sessions of a step in one graph, K and V where the plan says.
 
-    the queries of all sessions read by numbers    one graph from ids to logits; then its K and V are put into the pool.
-                                                   Attention is MLX's; with kernels=metal few queries have our kernel
+    the queries of all sessions read by numbers    one graph from ids to logits; then its K and V are put into the pool
     some need a view (offloaded entries), or       computed up to each layer's attention, the plan attends in torch, the
     select blocks                                  graph goes on
 
@@ -14,7 +13,6 @@ is done to entries between steps is the code of all backends.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import weakref
 from collections.abc import Sequence
@@ -33,16 +31,14 @@ from inference_engine.backends.mlx.reading import readings
 from inference_engine.backends.mlx.region_attention import attend, part_of
 from inference_engine.backends.mlx.step_states import StepStates, settle
 from inference_engine.backends.model_spec import ModelSpec, recurrent_of
-from inference_engine.errors import BackendError, NotOnMlx
+from inference_engine.errors import BackendError
 from inference_engine.kernels.by_session import attend_by_session
-from inference_engine.kernels.mlx.ragged_attention import FEW_QUERIES, attend_ragged, lines_of, parts_of
 from inference_engine.kernels.ops import REFERENCE
 from inference_engine.kernels.sampling import draw_all
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.memory.pool import Pool
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.views import StagedQueries
 from inference_engine.types import ModelFacts
 
 
@@ -54,24 +50,13 @@ class MlxForward(NeverFails):
     inference_mode = contextlib.nullcontext
     has_address_space = False  # what MLX allocates is memory at once
 
-    def __init__(
-        self, spec: ModelSpec, facts: ModelFacts, program: MLXProgram, *, dtype: torch.dtype, uses_metal: bool = False
-    ) -> None:
-        """dtype: of activations, and of K and V. uses_metal: few queries of a session are served by our own kernel.
-
-        Raises NotOnMlx for entries that this kernel does not read.
-        """
-        if uses_metal and not all(layer.entry.is_even for layer in spec.layers):
-            raise NotOnMlx(
-                "kernels=metal reads keys and values of one size, side by side, and this model's share numbers; leave "
-                "kernels at auto"
-            )
+    def __init__(self, spec: ModelSpec, facts: ModelFacts, program: MLXProgram, *, dtype: torch.dtype) -> None:
+        """dtype: of activations, and of K and V."""
         self.spec = spec
         self.facts = facts
         self.compute_dtype = dtype
         self.device = torch.device("cpu")  # where torch works on what MLX computes: the memory is that of both
         self._program = program
-        self._uses_metal = uses_metal
         self._states = recurrent_of(program.steps, len(spec.reads))
         self._ops = replace(REFERENCE, attend_ragged=attend_by_session, attends_together=True)
         # By the address that torch has of a pool: it may have several views.
@@ -140,7 +125,7 @@ class MlxForward(NeverFails):
         states = StepStates(plan, pool, self.compute_dtype.itemsize) if self._states else None
         attention: _Together | _ByPlan = _ByPlan(plan)
         if plan.is_numbers_only and not plan.records:
-            attention = _Together(plan, self.spec, pool, self._uses_metal)
+            attention = _Together(plan, self.spec, pool)
         try:
             logits, tapped = self._program.run(
                 step.token_ids,
@@ -173,19 +158,11 @@ class MlxForward(NeverFails):
 class _Together:
     """Implements Attention: all sessions in one graph. Its K and V are written when it is computed."""
 
-    def __init__(self, plan: StepPlan, spec: ModelSpec, pool: mx.array, uses_metal: bool = False) -> None:
+    def __init__(self, plan: StepPlan, spec: ModelSpec, pool: mx.array) -> None:
         self._plan = plan
         self._layers = spec.layers
         self._pool = {width: pool.reshape(-1, width) for width in {layer.entry.width for layer in spec.layers}}
-        few: list[StagedQueries] = []
-        others: list[StagedQueries] = []
-        for span in plan.spans:
-            (few if uses_metal and len(span.positions) <= FEW_QUERIES else others).append(span)
-        self._by_kernel = packed = [span.packed for span in few]
-        if few:
-            lines = lines_of(plan.numbers.regions, [(rows, int(plan.positions[rows.start])) for rows in packed])
-            self._lines, self._parts = mx.array(lines), parts_of(lines)
-        self._readings = readings(plan, others)
+        self._readings = readings(plan)
         self._fresh: dict[int, tuple[mx.array, mx.array]] = {}
         self._rows: list[tuple[Sequence[int], mx.array, mx.array]] = []
 
@@ -199,11 +176,6 @@ class _Together:
             self._fresh[index] = _kept(keys), _kept(values)
         keys, values = self._fresh[index]
         outs: dict[int, mx.array] = {}
-        if self._by_kernel:
-            lines, count = self._lines[index], self._parts[index]
-            found = attend_ragged(queries, pool, keys, values, lines, parts=count, scaling=scaling, softcap=softcap)
-            ends = itertools.accumulate(span.stop - span.start for span in self._by_kernel)
-            outs = dict(zip((span.start for span in self._by_kernel), mx.split(found, list(ends)[:-1]), strict=True))
         for reading in self._readings[index]:
             tokens = reading.tokens
             parts = [part_of(pool, run, layer) for run in reading.runs]

@@ -9,7 +9,7 @@ import torch
 
 from inference_engine.backends.base import Admitted, use_threads
 from inference_engine.backends.mlx.bridge import MLX_DTYPES
-from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full, runs_metal
+from inference_engine.backends.mlx.device import describe, kind, multiplies_in_full
 from inference_engine.backends.mlx.forward import MlxForward
 from inference_engine.backends.mlx.program import MLXProgram
 from inference_engine.backends.tried_spec import tried_spec
@@ -34,7 +34,6 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
             "it multiplies float32 in TF32: this process multiplied with MLX before MLX_ENABLE_TF32 was 0, and MLX "
             "looks at it once; set MLX_ENABLE_TF32=0 before the process starts"
         )
-    uses_metal = config.kernels == "metal"
     use_threads(config.threads)
     checked = check_model(config.model, cache=config.cache_path)
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -42,7 +41,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
     def try_list(kind: Any, full: Any) -> float:
         from inference_engine.backends.mlx import trial  # with transformers: two seconds of each start
 
-        return trial.try_list(kind, full, admitted.traits, uses_metal=uses_metal)
+        return trial.try_list(kind, full, admitted.traits)
 
     try:
         spec = tried_spec(
@@ -50,7 +49,7 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
             checked,
             admitted.traits,
             executor="mlx",
-            depends=f"{describe()} {config.kernels}",
+            depends=describe(),
             try_list=try_list,
         )
         # The safetensors where there are both: MLX has no use for a GGUF file's blocks.
@@ -71,12 +70,12 @@ def open_mlx(config: ModelConfig, admitted: Admitted) -> MlxForward:
         device="mlx",
         dtype=config.dtype,
         backend="mlx",
-        numerics=f"{bits}{kind()}{', kernels of our own' if uses_metal else ''}",
+        numerics=f"{bits}{kind()}",
         refused_strategies=admitted.refused,
     )
     log_remarks(checked)
     logger.debug("%s runs on %s: %d MiB of weights", checked.model_id, describe(), program.weight_bytes >> 20)
-    return MlxForward(spec, facts, program, dtype=dtype, uses_metal=uses_metal)
+    return MlxForward(spec, facts, program, dtype=dtype)
 
 
 def _check_settings(config: ModelConfig) -> None:
@@ -89,7 +88,5 @@ def _check_settings(config: ModelConfig) -> None:
             f"{config.determinism}; leave it off"
         )
     for name in ("weights", "numerics", "kernels", "linear", "graphs"):
-        if (asked := getattr(config, name)) not in ("auto", "off", "metal"):
+        if (asked := getattr(config, name)) not in ("auto", "off"):
             raise NotOnMlx(f"{name}={asked} is about other backends")
-    if config.kernels == "metal" and not runs_metal():
-        raise NotOnMlx(f"kernels=metal needs a GPU that runs Metal, and {describe()} is none; leave kernels at auto")

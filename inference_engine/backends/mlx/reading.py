@@ -10,7 +10,7 @@ write. Layers whose lines differ only in where their regions start share what is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -31,7 +31,6 @@ from inference_engine.kernels.reads import (
     UPTO,
 )
 from inference_engine.kv.plan import StepPlan
-from inference_engine.kv.views import StagedQueries
 
 Mask = NDArray[np.bool_]
 
@@ -73,12 +72,12 @@ class LayerReading:
     visible: Visible
 
 
-def readings(plan: StepPlan, spans: Sequence[StagedQueries]) -> list[list[LayerReading]]:
-    """By layer, one for each of these sessions of a step. Their queries read by numbers, and none selects blocks."""
+def readings(plan: StepPlan) -> list[list[LayerReading]]:
+    """By layer, one for each session of a step. Their queries read by numbers, and none selects blocks."""
     regions, geometry = plan.numbers.regions, plan.numbers.geometry
     places = {layer: (heads, at) for heads, layers in geometry.by_heads.items() for at, layer in enumerate(layers)}
     found: list[list[LayerReading]] = [[] for _ in geometry.layers]
-    for span in spans:
+    for span in plan.spans:
         known: dict[bytes, Visible] = {}
         lines = regions[:, span.packed].copy()
         starts, prefixes = lines[:, 0, START].tolist(), lines[:, 0, PREFIX_START].tolist()

@@ -23,7 +23,6 @@ def try_list(
     *,
     seed: int = 0,
     sizes: TwinSizes | None = None,
-    uses_metal: bool = False,
 ) -> float:
     """As `native.trial.try_list`, in chunks beside another session and token by token alone."""
     with torch.random.fork_rng(devices=[]):
@@ -33,9 +32,6 @@ def try_list(
     spec = spec_of_seam(twin.seam)
     check_rotation(twin, spec)
     program = MLXProgram(spec, checkpoint, checkpoint.names(), mx.float32)
-    twin.forward = MlxForward(spec, twin.forward.facts, program, dtype=torch.float32, uses_metal=uses_metal)
+    twin.forward = MlxForward(spec, twin.forward.facts, program, dtype=torch.float32)
     twin.geometry = twin.forward.geometry(page_tokens=4, segment_tokens=16)
-    found = [twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)]
-    if uses_metal:
-        found.append(twin.difference_of_chunks(tokens=4))
-    return checked(max(found), kind)
+    return checked(max(twin.difference_of_chunks(), twin.difference_of_chunks(tokens=1, is_alone=True)), kind)
