@@ -115,8 +115,9 @@ export class Session implements AsyncDisposable {
   }
 
   /**
-   * Of a fork or a rewound session: how many tokens its first Generate prefills if nothing is appended before; undefined
-   * if it is neither, or the server is older.
+   * Of a fork or a rewound session: how many tokens its first Generate prefills at most, if nothing is appended before.
+   * It is fewer where a copy in a file has K/V of some, or another session is prefilled first that begins so. Undefined if
+   * it is neither, or the server is older.
    */
   get prefillTokens(): number | undefined {
     return this.#facts.prefillTokens;
@@ -253,7 +254,8 @@ export class Session implements AsyncDisposable {
    * Close this session and return a new one in its place, whose history is this one's first `position` tokens.
    *
    * One call, whole or not at all, in this session's memory: it is not refused for lack of room. The new session has this
-   * one's strategy, end ids, limit and label. Its `prefillTokens` says how many tokens will be computed again.
+   * one's strategy, end ids, limit and label. Its `prefillTokens` says how many tokens at most will be
+   * computed again.
    *
    * What is checked of the history's length is as for `fork`.
    */

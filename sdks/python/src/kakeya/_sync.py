@@ -396,7 +396,8 @@ class Session(SessionBase):
         """Close this session and return a new one in its place, whose history is this one's first `position` tokens.
 
         One call, whole or not at all, in this session's memory: it is not refused for lack of room. The new session has
-        this one's strategy, end ids, limit and label. Its `prefill_tokens` says how many tokens will be computed again.
+        this one's strategy, end ids, limit and label. Its `prefill_tokens` says how many tokens at most will be
+        computed again.
 
         What is checked of the history's length is as for `fork`.
         """

@@ -1052,8 +1052,8 @@ class ForkSessionResponse(_message.Message):
     durability: Global___Durability.ValueType
     """As in CreateSessionResponse."""
     prefill_token_count: _builtins.int
-    """Tokens that the next Generate prefills if nothing is appended before; fewer if a copy in a file has K/V of some.
-    Absent: an older server.
+    """Tokens that the next Generate prefills at most, if nothing is appended before: fewer if a copy in a file has K/V of
+    some, or another session is prefilled first that begins so. Absent: an older server.
     """
     @_builtins.property
     def strategy(self) -> Global___Strategy:

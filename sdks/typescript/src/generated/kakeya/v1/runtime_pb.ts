@@ -1135,8 +1135,8 @@ export type ForkSessionResponse = Message<"kakeya.v1.ForkSessionResponse"> & {
   durability: Durability;
 
   /**
-   * Tokens that the next Generate prefills if nothing is appended before; fewer if a copy in a file has K/V of some.
-   * Absent: an older server.
+   * Tokens that the next Generate prefills at most, if nothing is appended before: fewer if a copy in a file has K/V of
+   * some, or another session is prefilled first that begins so. Absent: an older server.
    *
    * @generated from field: optional uint64 prefill_token_count = 14;
    */
