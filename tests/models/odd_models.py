@@ -756,9 +756,7 @@ ODD: Mapping[str, Odd] = {
     "GGUF, Qwen 2 without biases of k": gguf_of("qwen2", change=without_key_biases, tensors=zero_biases_left_out),
     "GGUF, experts alone": gguf_of("qwen3moe", values={"qwen3moe.feed_forward_length": None}),
     "GGUF, recurrent states": gguf_of("qwen35"),
-    "GGUF, one vector for all heads": gguf_of(
-        "deepseek2", served_by=("torch",), refusal="AttendLatent|has no .*experts"
-    ),
+    "GGUF, one vector for all heads": gguf_of("deepseek2", served_by=("torch", "mlx"), refusal="AttendLatent"),
     "GGUF, Gemma 4": gguf_of("gemma4 with experts"),
     "GGUF, keys and values of layers that read others'": gguf_of(
         "gemma4 with inputs by layer", tensors=keys_that_none_reads

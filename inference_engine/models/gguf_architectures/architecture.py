@@ -137,14 +137,3 @@ def joined(*parts: Numbers) -> Numbers:
 
 def changed(change: Callable[[Numbers], Numbers], part: str) -> tuple[Made, ...]:
     return (Made(parts=(part,), make=change),)
-
-
-def fused_experts(module: str) -> dict[str, tuple[Made, ...]]:
-    """All experts of a layer: gates above ups in one tensor, as transformers has them."""
-    return {
-        f"{module}.gate_up_proj": (
-            Made(parts=("ffn_gate_exps.weight", "ffn_up_exps.weight"), make=joined),
-            Made(parts=("ffn_gate_up_exps.weight",), make=same),
-        ),
-        f"{module}.down_proj": changed(same, "ffn_down_exps.weight"),
-    }

@@ -17,7 +17,6 @@ from inference_engine.models.gguf_architectures.architecture import (
     Made,
     Numbers,
     TensorLayout,
-    fused_experts,
     same,
 )
 from inference_engine.models.gguf_architectures.header_keys import SIGMOID, SOFTMAX, Keys
@@ -133,9 +132,7 @@ def _layout(config: Config) -> TensorLayout:
     }
     if "n_routed_experts" not in config:
         return TensorLayout(names=_NAMES, made=made)
-    return TensorLayout(
-        names={**_NAMES, **SHARED, "ffn_gate_inp": "mlp.gate"}, made={**made, **fused_experts("mlp.experts")}
-    )
+    return TensorLayout(names={**_NAMES, **SHARED, "ffn_gate_inp": "mlp.gate"}, made=made, experts="mlp.experts")
 
 
 ARCHITECTURES = {
