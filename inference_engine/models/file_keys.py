@@ -242,7 +242,7 @@ TOKENIZER_KEYS: Keys = MappingProxyType(
         "tokenizer.ggml.suppress_tokens": (REFUSED, "ids that are never sampled; a model has no such list here"),
         "tokenizer.chat_template": (HONOURED, "the chat template"),
         "tokenizer.chat_template.NAME": (HONOURED, "a chat template of this name; letters, digits, `_` and `-`"),
-        "tokenizer.chat_templates": (NO_EFFECT, "the names of the former"),
+        "tokenizer.chat_templates": (NO_EFFECT, "the names of the former; the log names those that are not there"),
         "tokenizer.huggingface.json": (NO_EFFECT, "what the other keys say, once more"),
         "tokenizer.rwkv.world": (NO_EFFECT, "of RWKV, which is refused by `general.architecture`"),
     }

@@ -81,6 +81,9 @@ def gguf_notes(header: GgufHeader) -> tuple[str, ...]:
     rows, said = header.tensors["token_embd.weight"].shape[0], header.values.get(f"{architecture}.vocab_size")
     if said is not None and np.any(said != rows):
         notes.append(f"token_embd.weight has {rows} rows, which is the vocabulary; {architecture}.vocab_size is {said}")
+    listed = header.strings("tokenizer.chat_templates") or ()
+    if absent := [name for name in listed if f"tokenizer.chat_template.{name}" not in header.values]:
+        notes.append(f"tokenizer.chat_templates names templates that are not there: {in_a_line(absent)}")
     if unknown := unlisted_in_gguf([*header.values], architecture):
         notes.append(f"keys that are not known, and are not read: {in_a_line(unknown)}")
     return tuple(notes)

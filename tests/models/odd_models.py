@@ -783,6 +783,11 @@ ODD: Mapping[str, Odd] = {
         values={"llama.attention.sliding_window": 4},
         note="llama.cpp ignores the key",
     ),
+    "GGUF, names of chat templates that are not there": gguf_of(
+        "llama",
+        values={"tokenizer.chat_templates": ["rag", "tools"], "tokenizer.chat_template.rag": "{{ messages }}"},
+        note="templates that are not there: tools$",
+    ),
     "GGUF, another size of the vocabulary": gguf_of(
         "llama", values={"llama.vocab_size": 300}, note=r"llama\.vocab_size is 300"
     ),
