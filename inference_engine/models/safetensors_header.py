@@ -3,6 +3,8 @@
     8 bytes            N bytes                                            the tensors, back to back
     N, little-endian   {"name": {"dtype", "shape", "data_offsets"}, …}    ends where the file ends
 
+What the format's own reader takes is taken here, but for names that are there twice; so `__metadata__` may be null.
+
 Mapping a truncated file would kill the process at the first access to a missing page, so this check comes first.
 """
 
@@ -62,8 +64,9 @@ def check_safetensors(path: Path) -> dict[str, Any]:
         file.seek(8)
         header = file.read(header_bytes)
     try:
-        tensors: dict[str, Any] = json.loads(header)
-        if not all(isinstance(text, str) for text in tensors.pop("__metadata__", {}).values()):
+        tensors: dict[str, Any] = json.loads(header, object_pairs_hook=_each_once, parse_constant=_no_number)
+        metadata = tensors.pop("__metadata__", None)
+        if metadata is not None and not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("__metadata__ has values that are no texts")
         end = 0
         places = [(int(one["data_offsets"][0]), int(one["data_offsets"][1]), name) for name, one in tensors.items()]
@@ -72,6 +75,7 @@ def check_safetensors(path: Path) -> dict[str, Any]:
                 raise ValueError(f"{name} is at bytes {place} to {stop}, and what is before it ends at {end}")
             end = stop
         for name, one in tensors.items():
+            name.encode()  # half a character can be written in JSON, and cannot be printed
             start, stop = one["data_offsets"]
             dtype, shape = one["dtype"], one["shape"]
             whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
@@ -91,3 +95,15 @@ def check_safetensors(path: Path) -> dict[str, Any]:
         kind = "truncated" if size < expected else "overlong"
         raise ModelError(f"{path}: {kind}: expected {expected} bytes, got {size}; copy or fetch it again")
     return tensors
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number of JSON")
