@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 _PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-_PROXY = re.compile(r"http://(?:[^@/]*@)?([^/@]+)", re.IGNORECASE)
+_PROXY = re.compile(r"http://(?:[^@/]*@)?([^/?#@]+)(?![^/?#])", re.IGNORECASE)
 _LIST = re.compile(r"(ipv[46]:)(.+,.+)")
 _UNIX = re.compile(r"unix(-abstract)?:.+")
 _TARGET = re.compile(
