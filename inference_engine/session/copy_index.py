@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -187,7 +188,8 @@ class CopyIndex:
         self.put(replace(lent.record, session_id=session_id, file=file), lent.digests)
 
     def give_up(self, lent: LentCopy) -> None:
-        (self.folder / lent.record.file).unlink(missing_ok=True)
+        with suppress(OSError):  # the next start removes it
+            (self.folder / lent.record.file).unlink()
 
     def used(self, session_id: str) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -200,7 +201,8 @@ class Hibernation:
         except OSError as error:
             logger.warning("the speed of the disk could not be measured in %s: %s", self._index.folder, error)
         finally:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
     # -- saving -----------------------------------------------------------------------------------------------------
 

@@ -199,19 +199,25 @@ class SQLiteJournal(KeptJournal):
             self._tables.tail.flush()
             self._db.execute("commit")
         except BaseException as error:
-            is_full = self._is_full(error)
+            is_full, number = self._is_full(error), self._errno_of(error)
             self._tables.roll_back()
             if self._db.in_transaction:
                 self._db.execute("rollback")
             if is_full:
                 raise DiskFull from error
+            if number:  # SQLite knows "disk I/O error" alone, as of a disk that became read-only
+                raise OSError(number, os.strerror(number), str(self._log.path)) from error
             raise
         return self._tables.commit()
 
     def _is_full(self, error: BaseException) -> bool:
         """SQLite itself knows one of NO_SPACE. Not of a sync, after which it is not known what is written."""
+        return isinstance(error, apsw.FullError) or self._errno_of(error) in NO_SPACE
+
+    def _errno_of(self, error: BaseException) -> int:
+        """Of a write that failed; 0 of any other error."""
         is_of_write = getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_WRITE
-        return isinstance(error, apsw.FullError) or (is_of_write and self._db.system_errno in NO_SPACE)
+        return self._db.system_errno if is_of_write else 0
 
     def _checkpoint(self, mode: int) -> bool:
         """Raises if not all could be written into the database: a checkpoint that failed is a failed write. False: the

@@ -11,10 +11,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest.mock import patch
 
+import apsw
+
 from inference_engine.config import child_environment
+from tests.session.faulty_disk import FaultyDisk
 
 PROGRAM = "inference_engine.cli.main"
 HOMES = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
@@ -101,6 +104,55 @@ CONDITIONS: dict[str, Callable[[], object]] = {
     "folder gone": in_a_folder_that_is_gone,
 }
 
+# What a server does while it starts, in turn: what is called then.
+STAGES = {
+    "the model is admitted": "inference_engine.compose.admit",
+    "weights are loaded": "inference_engine.compose.open_backend",
+    "the journal is opened": "inference_engine.session.journals.open_journal",
+    "memory is taken": "inference_engine.engine.engine.open_memory",
+    "ports are bound": "inference_engine.server.run.resolve_bind",
+}
+
+
+def signalled(number: signal.Signals, target: str) -> None:
+    """The first time that this is called, after it."""
+    replaced: Any = patch(target)
+    call, _ = replaced.get_original()
+
+    def then(*args: Any, **options: Any) -> Any:
+        found = call(*args, **options)
+        replaced.stop()
+        os.kill(os.getpid(), number)
+        return found
+
+    replaced.new = then
+    replaced.start()
+
+
+def read_only_later() -> None:
+    """From SIGUSR1 on, as of a file system that found an error in itself."""
+    disk = LASTING.enter_context(FaultyDisk("read-only", refused := OSError(errno.EROFS, os.strerror(errno.EROFS))))
+    apsw.set_default_vfs(disk.name)
+    opened = os.open
+
+    def only_to_read(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise refused
+        return opened(path, flags, *more, **options)
+
+    def becomes(*_: object) -> None:
+        disk.fail("write", 1)
+        for name in ("link", "unlink", "rename"):
+            patch.object(os, name, side_effect=refused).start()
+        patch.object(os, "open", only_to_read).start()
+
+    signal.signal(signal.SIGUSR1, becomes)
+
+
 if __name__ == "__main__":
-    CONDITIONS[sys.argv.pop(1)]()
+    condition, _, stage = sys.argv.pop(1).partition(" when ")
+    if stage:
+        signalled(signal.Signals[condition], STAGES[stage])
+    else:
+        CONDITIONS.get(condition, read_only_later)()
     runpy.run_module(PROGRAM, run_name="__main__", alter_sys=True)

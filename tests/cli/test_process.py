@@ -27,7 +27,8 @@ from inference_engine.cli import keys, process
 from inference_engine.cli.main import main
 from inference_engine.compose import try_out
 from inference_engine.config import NO_CACHE, ModelConfig, child_environment
-from tests.cli.conditions import CONDITIONS, without_a_home
+from inference_engine.server.watchdog import EXIT_JOURNAL
+from tests.cli.conditions import CONDITIONS, STAGES, without_a_home
 from tests.further import further, further_test
 from tests.models.tiny_folder import write_tiny_gguf
 from tests.processes import LIMIT_SECONDS, Process, ending, run, started
@@ -263,6 +264,7 @@ WITHOUT_A_HOME = (
     ("models show smollm2-135m", CACHELESS),
     ("models fetch org/name", "name one with HF_HOME, and one for what is made of them with --cache-dir"),
     ("serve", CACHELESS),
+    ("run smollm2-135m", CACHELESS),
     ("serve --model org/name", "name one with HF_HOME, and one for what is made of them with --cache-dir"),
     ("serve --model ~/model", f"~/model: {HOMELESS}; write the path in full"),
     ("serve --model {model} --state-dir ~/state --kv-bytes=64MiB --bind=127.0.0.1:0", "~/state: HOME is not set"),
@@ -295,7 +297,7 @@ def test_without_a_home_folder_a_command_says_what_to_name_instead(
         assert main(["models", "show", str(tiny_folder)]) == 0
         # What a GGUF file has to have made of it says so, too.
         write_tiny_gguf(file := tmp_path / "tiny.gguf")
-        for command, status in (("demo --model", 1), ("chat --model", 1), ("models show", 0)):
+        for command, status in (("demo --model", 1), ("chat --model", 1), ("run", 1), ("models show", 0)):
             with subtests.test(command):
                 assert main([*command.split(), str(file)]) == status
                 printed = capsys.readouterr()
@@ -356,3 +358,43 @@ def test_a_model_given_by_its_path_is_served_in_every_other_condition(condition:
         assert "Traceback" not in said
         assert ("name a folder with --cache-dir" in said) == (condition == "no home")
         assert ("the ready line cannot be written" in said) == (condition in {"output unread", "output full"})
+
+
+def starts() -> Iterator[object]:
+    for stage in STAGES:
+        for sent in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            is_first = (stage, sent) in (("the journal is opened", signal.SIGTERM), ("ports are bound", signal.SIGHUP))
+            yield (stage, sent) if is_first else further(stage, sent)
+
+
+@pytest.mark.parametrize(("stage", "sent"), [*starts()])
+def test_a_signal_that_comes_while_a_server_starts_ends_it_and_leaves_nothing(
+    stage: str, sent: signal.Signals, tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = ("serve", "--model", str(tiny_folder), "--bind=127.0.0.1:0", "--state-dir", str(tmp_path / "state"))
+    done = run(CONDITIONED, f"{sent.name} when {stage}", *words, "--kv-bytes=64MiB")
+    serves = stage == "ports are bound"  # then it drains
+    assert done.returncode == (0 if serves else process.INTERRUPTED if sent == signal.SIGINT else -sent)
+    assert "Traceback" not in done.stderr
+    assert ("draining for at most" in done.stderr) == serves
+    assert main(["journal", "check", str(tmp_path / "state")]) == 0 or not (tmp_path / "state").exists()
+
+
+def test_a_state_folder_that_becomes_read_only_ends_the_server_by_name_and_loses_nothing(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    words = ("--state-dir", str(tmp_path / "state"), "--hibernate=always", "--hibernate-after-seconds=0")
+    with serving("read-only later", tiny_folder, *words) as (server, client, log):
+        session = client.create_session()
+        session.append([1, 2, 3])
+        generated = session.generate(3).result().token_ids
+        server.send_signal(signal.SIGUSR1)
+        with pytest.raises(sdk.KakeyaError):
+            session.append([4])
+        assert server.wait(LIMIT_SECONDS) == EXIT_JOURNAL
+        said = log.read_text(encoding="utf-8")
+        assert "sessions cannot be kept any more: " in said and "Read-only file system" in said
+        assert "Traceback" not in said
+    with serving("as usual", tiny_folder, *words) as (_, client, _):
+        pieces = client.session(session.id).history()
+        assert [at for piece in pieces for at in piece.token_ids] == [1, 2, 3, *generated]

@@ -12,6 +12,7 @@ from typing import Any
 import apsw
 
 SECTOR_BYTES = 512
+SYSTEM = apsw.vfs_names()[0]  # the disk that there is
 
 Event = tuple[Any, ...]  # ("write", file, offset, data) · ("cut", file, size) · ("sync", file) · ("delete", file)
 
@@ -19,8 +20,10 @@ Event = tuple[Any, ...]  # ("write", file, offset, data) · ("cut", file, size) 
 class FaultyDisk:
     """Use it as a context: within, SQLite knows it by `name`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, error: OSError | None = None) -> None:
+        """error: of the system, for calls that fail."""
         self.name = name
+        self.error = error
         self.is_full = False
         self.failing: tuple[str, int] | None = None  # a kind of call, and the number of the one that fails
         self._filling: int | None = None  # the number of the write that finds the disk full
@@ -58,7 +61,10 @@ class FaultyDisk:
             if kind == "write" and self.is_full:
                 raise apsw.FullError("scripted: no space")
             if self.failing == (kind, self._counts[kind]):
-                raise apsw.IOError(f"scripted: {kind} failed")
+                failed: Any = apsw.IOError(f"scripted: {kind} failed")
+                if self.error is not None:
+                    failed.extendedresult = apsw.SQLITE_IOERR_WRITE
+                raise failed
         self.events.append((kind, *event))
 
     def cuts(self, rng: random.Random, *, draws: int, without_syncs_of: str = "\0") -> Iterator[Cut]:
@@ -177,7 +183,7 @@ _kept: list[apsw.VFS] = []  # as long as the process
 def _vfs_of(disk: FaultyDisk) -> apsw.VFS:
     class File(apsw.VFSFile):
         def __init__(self, name: Any, flags: list[int]) -> None:
-            super().__init__("", name, flags)
+            super().__init__(SYSTEM, name, flags)
             path = name.filename() if isinstance(name, apsw.URIFilename) else name
             self.name = Path(path).name if path else ""
 
@@ -195,7 +201,11 @@ def _vfs_of(disk: FaultyDisk) -> apsw.VFS:
 
     class Disk(apsw.VFS):
         def __init__(self) -> None:
-            super().__init__(disk.name, "")
+            super().__init__(disk.name, SYSTEM)
+
+        def xGetLastError(self) -> tuple[int, str]:
+            number, said = super().xGetLastError()
+            return (number if disk.error is None else disk.error.errno or 0), said or ""
 
         def xOpen(self, name: Any, flags: list[int]) -> Any:
             return File(name, flags)
