@@ -33,11 +33,12 @@ SPECIAL_TOKENS = ("bos_token", *_ENDS, "unk_token", "pad_token", "sep_token", "c
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerIds:
     """highest: the largest id of all tokens. named: ids by the names that they have in chat templates. ends: of a turn,
-    wherever a file names them."""
+    wherever a file names them. lacking: texts named as ends that are no tokens."""
 
     highest: int
     named: Mapping[str, int]
     ends: tuple[int, ...]
+    lacking: tuple[str, ...]
 
 
 def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
@@ -57,11 +58,13 @@ def read_tokenizer_ids(folder: Path) -> TokenizerIds | None:
         by_text |= {token["content"]: token["id"] for token in specification.get("added_tokens") or ()}
         texts = {name: text_of(called.get(name)) for name in SPECIAL_TOKENS}
         named = {name: int(by_text[text]) for name, text in texts.items() if text in by_text}
-        ends = [text_of(said.get(name)) for said in (called, config, others) for name in _ENDS]
+        said = [text_of(one.get(name)) for one in (called, config, others) for name in _ENDS]
+        ends = [text for text in dict.fromkeys(said) if text]
         return TokenizerIds(
             highest=max(map(int, by_text.values()), default=0),
             named=named,
             ends=tuple(dict.fromkeys(int(by_text[text]) for text in ends if text in by_text)),
+            lacking=tuple(text for text in ends if text not in by_text),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelError(
@@ -86,6 +89,8 @@ def check_tokenizer_ids(found: FoundModel, tokenizer: Path, rows: int) -> str:
             f"{tokenizer}: {name} is {at}, and the model has {rows} rows, so no chat is possible; the files are of "
             "different models: get them again"
         )
+    if ids is not None and ids.lacking:
+        return f"what it names as an end of a turn is no token of it: {', '.join(map(repr, ids.lacking))}"
     if ids is not None and ids.highest >= rows:
         return f"its ids reach {ids.highest}, and the model has {rows} rows: texts with the tokens beyond are refused"
     return ""
@@ -101,18 +106,23 @@ def file_end_ids(found: FoundModel, tokenizer: Path | None) -> tuple[int, ...]:
         if folder == tokenizer or not found.only_gguf:
             for name in ("generation_config.json", CONFIG):
                 if (folder / name).is_file():
-                    ids += _ids_in(read_json(folder / name))
+                    ids += _ids_in(folder / name)
     if found.only_gguf:
         ids += end_ids(read_gguf(found.stored))
     return tuple(dict.fromkeys(ids))
 
 
-def _ids_in(config: Mapping[str, Any]) -> Iterable[int]:
+def _ids_in(path: Path) -> Iterable[int]:
+    config = read_json(path)
     text = config.get("text_config")
     for part in (config, text if isinstance(text, dict) else {}):
         found = part.get("eos_token_id")
-        for at in found if isinstance(found, list) else [found]:
-            if isinstance(at, int) and not isinstance(at, bool) and at >= 0:
+        for at in found if isinstance(found, list) else [] if found is None else [found]:
+            if not isinstance(at, int) or isinstance(at, bool):
+                raise ModelError(
+                    f"{path}: eos_token_id is {found!r}, neither an id nor a list of them; get the file again"
+                )
+            if at >= 0:
                 yield at
 
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from inference_engine.cli import models as command
 from inference_engine.config import ModelConfig
 from tests.further import further_test
-from tests.models.odd_models import ODD
+from tests.models.odd_models import ODD, saved
 from tests.models.tiny_gguf import tiny_model, write_gguf
+from tests.tiny_folder import tiny_tokenizer
 
 
 def kakeya_models(*arguments: str) -> int:
@@ -119,3 +120,44 @@ def test_a_model_at_fault_is_one_line_and_status_1(
     printed = capsys.readouterr().err
     assert said in printed
     assert printed.count("\n") == 1
+
+
+DAMAGED = (
+    ("tokenizer_config.json", "{", "tokenizer_config.json: not readable as JSON: Expecting"),
+    ("tokenizer_config.json", "[]", "tokenizer_config.json: expected a JSON object, got list; get the file again"),
+    ("generation_config.json", "{", "generation_config.json: not readable as JSON"),
+    *(
+        ("generation_config.json", f'{{"eos_token_id": {odd}}}', "eos_token_id is")
+        for odd in ('"</s>"', "1e30", "[[1]]", "true")
+    ),
+    ("special_tokens_map.json", "{", "special_tokens_map.json: not readable as JSON"),
+    ("special_tokens_map.json", '{"eos_token": "<none>"}', "as an end of a turn is no token of it: '<none>'"),
+    ("chat_template.jinja", "{% for %}", "cannot use it"),
+)
+
+
+def test_show_says_what_of_a_tokenizer_is_damaged(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    subtests: pytest.Subtests,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    saved(folder := tmp_path / "folder", "llama")
+    (beside := tmp_path / "beside").mkdir()
+    write_gguf(tiny_model("llama"), beside / "m.gguf")
+    for place in (folder, beside):
+        tiny_tokenizer().save_pretrained(place)
+        for name, text, said in DAMAGED:
+            path = place / name
+            before = path.read_text() if path.exists() else None
+            with subtests.test(place=place.name, name=name, text=text):
+                path.write_text(text)
+                kakeya_models("show", str(place), "--cache-dir", str(cache))
+                printed = capsys.readouterr()
+                assert said in " ".join((printed.out.replace("│", " ") + printed.err).split())
+            if before is None:
+                path.unlink()
+            else:
+                path.write_text(before)
