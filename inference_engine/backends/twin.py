@@ -42,6 +42,7 @@ from inference_engine.kv.strategies import strategy_kinds
 from inference_engine.kv.strategies.full import Full
 from inference_engine.kv.strategy import KVStrategy, check_strategy
 from inference_engine.kv.views import Mixer
+from inference_engine.models.folder import reason_of
 from inference_engine.models.layer_traits import TRIAL, find_traits
 from inference_engine.models.layer_types import check_config, layer_types
 from inference_engine.models.operations import NoStepListError
@@ -198,7 +199,8 @@ def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
         logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
         raise ModelError(
             f"{kind.__name__} is not served: a small twin of it {_FAILED[what]}. Its kind of attention, or of "
-            "configuration, is one that the runtime does not know (log level DEBUG has the details)"
+            f"configuration, is one that the runtime does not know: {reason_of(error)} (log level DEBUG has the "
+            "details)"
         ) from error
 
 

@@ -59,6 +59,7 @@ TOKENIZER_FILES = (
 _MORE_TEMPLATES = "additional_chat_templates/"
 _OURS = ("manifest.json",)
 
+_MOST_SAID = 240
 UNFIT = "transformers cannot load these weights with this configuration"
 
 # A configuration is kilobytes, an index of shards a few megabytes.
@@ -364,15 +365,15 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelError(f"{path}: {size} bytes, more than the {MAX_JSON_BYTES} such a file may have")
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}") from error
+        raise ModelError(f"{path}: not readable as JSON: {error}; get the file again") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}")
+        raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}; get the file again")
     return content
 
 
 @contextmanager
 def refused_as(says: str) -> Iterator[None]:
-    """Any error of a library in here means that a file is not valid: it becomes a ModelError that says so.
+    """Any error of a library in here means that a file is not valid: it becomes a ModelError that says so, and why.
 
     A ModelError stays as it is. Details are in the log.
     """
@@ -382,7 +383,13 @@ def refused_as(says: str) -> Iterator[None]:
         raise
     except Exception as error:
         logger.debug("%s", says, exc_info=True)
-        raise ModelError(f"{says} (log level DEBUG has the details)") from error
+        raise ModelError(f"{says}: {reason_of(error)} (log level DEBUG has the details)") from error
+
+
+def reason_of(error: Exception) -> str:
+    """What a library says, in a line: it may quote a file, so characters that a terminal would obey are escaped."""
+    said = repr(" ".join(str(error).split()))[1:-1]
+    return f"{type(error).__name__}: {said if len(said) <= _MOST_SAID else f'{said[:_MOST_SAID]}…'}"
 
 
 def _may_be_missed(name: str) -> bool:

@@ -41,9 +41,10 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
         )
     if (kind := header.text("general.type")) not in (None, "model"):
         raise ModelError(f"{header.path}: general.type is {kind!r}, and not 'model'; name the file of a whole model")
-    if header.values.get(f"{architecture}.attention.causal", True) is not True:
+    if (causal := header.values.get(f"{architecture}.attention.causal", True)) is not True:
         raise ModelError(
-            f"{header.path}: {architecture}.attention.causal is false; tokens that attend to later ones are not served"
+            f"{header.path}: {architecture}.attention.causal is {causal!r}, and not True; tokens that attend to later "
+            "ones are not served"
         )
     for name in _BY_POSITION:
         if header.real(key := f"{architecture}.{name}"):

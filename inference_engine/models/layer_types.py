@@ -22,6 +22,8 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 # Names in configurations: widths of convolutions over tokens, and heads with what they are multiples of.
 _CONVOLUTIONS = ("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel")
 _WIDEST_CONVOLUTION = 256
+_EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # 0 is one
+_SCALES = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 _DIVIDED = (
     ("linear_num_value_heads", "linear_num_key_heads"),
     ("mamba_n_heads", "mamba_n_groups"),
@@ -40,6 +42,11 @@ def check_config(config: PretrainedConfig) -> None:
                 f"{name!r} says no {attribute} in its configuration; only models whose every layer is attention, with "
                 "sizes under the usual names, can be served"
             )
+    for attribute in (*_EPSILONS, *_SCALES):
+        number = _read(config, attribute)
+        is_one = isinstance(number, int | float) and 0 <= number < math.inf
+        if number is not None and not (is_one and (number or attribute in _EPSILONS)):
+            raise ModelError(f"{attribute} is {number!r}, expected a positive number; get the file again")
     if _read(config, "kv_lora_rank") is not None:
         check_latent(config)
     _check_experts(config)

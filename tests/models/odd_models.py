@@ -573,6 +573,15 @@ ODD: Mapping[str, Odd] = {
         note="no tensor is stored in",
     ),
     **{
+        f"{key} of {value}": folder_of(family, None, {key: value}, served_by=(), refusal=key)
+        for family, key, value in (
+            ("llama", "rms_norm_eps", -1.0),
+            ("llama", "vocab_size", 259.5),
+            ("gemma2", "attn_logit_softcapping", 0.0),
+            ("gemma2", "query_pre_attn_scalar", -1),
+        )
+    },
+    **{
         f"a rotation with a {key} of {value}, {kind}": folder_of(
             "qwen2", None, {"rope_parameters": {**YARN, "rope_type": kind, key: value}}, served_by=(), refusal=key
         )
@@ -787,6 +796,9 @@ ODD: Mapping[str, Odd] = {
         "llama",
         values={"tokenizer.chat_templates": ["rag", "tools"], "tokenizer.chat_template.rag": "{{ messages }}"},
         note="templates that are not there: tools$",
+    ),
+    "GGUF, a causal that is neither true nor false": gguf_of(
+        "llama", values={"llama.attention.causal": 1}, served_by=(), refusal=r"attention\.causal is 1, and not True"
     ),
     "GGUF, another size of the vocabulary": gguf_of(
         "llama", values={"llama.vocab_size": 300}, note=r"llama\.vocab_size is 300"

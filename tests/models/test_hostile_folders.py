@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from inference_engine.compose import admit
+from inference_engine.config import ModelConfig
 from inference_engine.errors import ModelError
 from inference_engine.models import check_model, load_model, tokenizer_folder
 from kakeya import TokenizerError
@@ -285,3 +287,14 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused_by_name(
 def test_a_pipe_is_refused_and_not_waited_for(folder: Path, cache: Path) -> None:
     os.mkfifo(folder / "tokenizer.json")
     assert "plain files only" in refusal(folder, cache)
+
+
+def test_a_refusal_has_the_reason_of_the_library_and_nothing_that_a_terminal_obeys(folder: Path, cache: Path) -> None:
+    for key, value in (("hidden_act", "strange\x1b[2J"), ("rope_parameters", {"rope_type": "strange\x1b[2J"})):
+        config = (folder / "config.json").read_text()
+        edit_json(folder / "config.json", **{key: value})
+        with pytest.raises(ModelError, match=r"KeyError: .*strange\\+x1b\[2J"):
+            admit(ModelConfig(model=str(folder), cache_dir=str(cache)))
+        (folder / "config.json").write_text(config)
+    edit_json(folder / "config.json", vocab_size="x" * 10_000)
+    assert "vocab_size" in (said := refusal(folder, cache)) and len(said) < 1000

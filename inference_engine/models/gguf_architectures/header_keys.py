@@ -36,7 +36,7 @@ class Keys:
         found = self.optional(name)
         found = default if found is None else found
         if found is None or not 1 <= found < 2**31:
-            raise self.refusal(f"{self.key(name)} is {found}, expected a positive number; get the file again")
+            raise self.refusal(f"{self.key(name)} is {found}, expected a positive number below 2³¹; get the file again")
         return found
 
     def optional(self, name: str) -> int | None:
