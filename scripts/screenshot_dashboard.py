@@ -35,7 +35,7 @@ from kakeya.tokenization import load_tokenizer
 
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "dashboard.png"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH, HEIGHT = 1280, 1560
+WIDTH, HEIGHT = 1280, 862  # of a longer page
 PAGE_SECONDS, STOP_SECONDS = 60, 60
 VIRTUAL_MILLISECONDS = 5000  # of the page's own clock, in which it fetches and draws
 CARDS = 8
