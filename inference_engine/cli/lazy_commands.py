@@ -7,11 +7,13 @@ when one of its commands is used, and need not be installed.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.errors import ConfigError, KakeyaError
@@ -89,7 +91,9 @@ class LateParser(argparse.ArgumentParser):
 
 def add_parsers(top: argparse.ArgumentParser, subparsers: Subparsers) -> None:
     """The laboratory's commands, listed under a heading of their own."""
-    lines = (f"  {name:<{_WIDTH}}{summary}" for name, summary in COMMANDS.items())
+    width = shutil.get_terminal_size().columns - 4  # argparse indents by 2, and leaves 2
+    wrap = TextWrapper(width, subsequent_indent=" " * (_WIDTH + 2))
+    lines = (wrap.fill(f"  {name:<{_WIDTH}}{summary}") for name, summary in COMMANDS.items())
     top.add_argument_group(LABORATORY, "\n".join(lines))
     for name in COMMANDS:
         subparsers.add_parser(name).learn = _learn(name)

@@ -25,7 +25,7 @@ def parser() -> LateParser:
 
     top = late.LateParser(
         prog="kakeya",
-        description="Sessions with one model, over gRPC, in raw token ids.",
+        description="Sessions with one model, over gRPC,\nin raw token ids.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     top.add_argument("--version", action="version", version=f"kakeya {__version__}")

@@ -332,3 +332,13 @@ def test_without_the_laboratory_its_commands_say_so_in_one_sentence(
     assert status_of(command) == 1
     said = f"kakeya {command}: the laboratory, which this command is part of, is not installed\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_line_of_the_first_help_is_wider_than_the_screen(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
