@@ -384,8 +384,8 @@ BUGS = (
     Bug(
         "the journal goes on after an error of the disk",
         "inference_engine/session/sqlite_journal.py",
-        "        return isinstance(error, apsw.FullError) or (",
-        "        return isinstance(error, apsw.FullError | apsw.IOError) or (",
+        "        return isinstance(error, apsw.FullError) or self",
+        "        return isinstance(error, apsw.FullError | apsw.IOError) or self",
         JOURNAL,
     ),
     Bug(
