@@ -1,4 +1,4 @@
-"""Builds a server's parts from its settings: the model on its device, the latent codec, the drafter, the engine.
+"""Builds a server's parts from its settings: the model on its device, latent codecs, the drafter, the engine.
 
 A trained codec or drafter belongs to a model if its manifest has the digest of the model's weights; nothing else about
 a model is trusted. Drafters:
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from inference_engine.decode.draft import Drafter
     from inference_engine.engine import Engine
     from inference_engine.kernels.components import ModelComponents
-    from inference_engine.kv.context import TokenCodec
+    from inference_engine.kv.context import TapCodec, TokenCodec
     from inference_engine.tracing import Tracing
     from kv_cache_proposer.dflash.network import DFlashNetwork
-    from kv_cache_proposer.f_theta.lazy_codec import LateCodec
+    from kv_cache_proposer.f_theta.lazy_codec import LateCodec, LateTapCodec
     from kv_cache_proposer.published_drafters import DrafterNetwork
 
 logger = logging.getLogger(__name__)
@@ -53,14 +53,24 @@ SHIPPED = Path(kv_cache_proposer.__file__).parent / "checkpoints"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Parts:
-    """What an engine needs besides its settings."""
+class DLMRestoredVerifier:
+    """What a server runs: a target that verifies, a drafter of blocks (a diffusion language model, or another), and
+    what restores evicted entries, by the source that a session names.
+
+        latent      latent, a code of the entries themselves
+        drafter     f_theta, from a code of what the drafter reads; why_no_f_theta: and what to do about it
+        recompute   forward, from the token ids
+
+    With its settings it becomes an engine.
+    """
 
     forward: Forward
     latent: TokenCodec | None
     drafter: Drafter | None
     # Digests of the weights and of the latent codec ("": there is none): what kept sessions belong to.
     digests: Callable[[], tuple[str, str]]
+    f_theta: TapCodec | None = None
+    why_no_f_theta: str = ""
     components: ModelComponents | None = None
     read_tokens: ReadTokenBytes | None = None  # their bytes, for constraints
     tensor_parallel: int = 1  # ranks that have a part of the model each
@@ -88,6 +98,8 @@ class Parts:
                 metrics=metrics,
                 latent=self.latent,
                 codec_digest=codec,
+                f_theta=self.f_theta,
+                why_no_f_theta=self.why_no_f_theta,
                 components=self.components,
                 drafter=self.drafter,
                 end_ids=self.end_ids,
@@ -112,12 +124,7 @@ class Parts:
         }
 
 
-# The method's name for the same three: a target that verifies, a restorer of its evicted entries, and a drafter of
-# blocks (a diffusion language model, or another).
-DLMRestoredVerifier = Parts
-
-
-def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
+def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> DLMRestoredVerifier:
     """Everything that `model` asks for. Raises ConfigError, ModelError or BackendError, after the cheapest check first.
 
     admitted: the result of `admit` for this configuration, if available.
@@ -127,10 +134,14 @@ def open_parts(model: ModelConfig, admitted: Admitted | None = None) -> Parts:
     latent = find_latent(model)
     components = find_components(model)
     forward = open_backend(model, admitted)
-    return Parts(
+    drafter = find_drafter(model, forward)
+    f_theta, why_no_f_theta = find_f_theta(model, forward, drafter)
+    return DLMRestoredVerifier(
         forward=forward,
         latent=latent,
-        drafter=find_drafter(model, forward),
+        drafter=drafter,
+        f_theta=f_theta,
+        why_no_f_theta=why_no_f_theta,
         digests=lambda: _digests(model),
         components=components,
         read_tokens=partial(read_token_bytes, model.model, model.cache_path),
@@ -414,6 +425,43 @@ def _latent_of(model: ModelConfig) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+# -- f_theta ----------------------------------------------------------------------------------------------------------
+
+
+def f_theta_folder(model_id: str, cache: Path) -> Path:
+    return cache / "f_theta" / model_id
+
+
+def find_f_theta(model: ModelConfig, forward: Forward, drafter: Drafter | None) -> tuple[LateTapCodec | None, str]:
+    """The f_theta of the server's drafter in the cache, or None and why there is none, with the way out.
+
+    Its tensors are read when they are used first. Raises ModelError for one that is cut short, or made for other
+    weights.
+    """
+    if model.device != "cpu" or model.tensor_parallel > 1:
+        where = "several ranks" if model.tensor_parallel > 1 else model.device
+        return None, f"source drafter is served on a CPU alone, and this server runs on {where}"
+    if drafter is None or not drafter.tap_layers:
+        return None, (
+            "source drafter needs a drafter that reads the model's hidden states, and this server has "
+            f"{'none' if drafter is None else drafter.name}; start it with --drafter trained"
+        )
+    checked = check_model(model.model, cache=model.cache_path)
+    folder = f_theta_folder(checked.model_id, model.cache_path)
+    if not folder.is_dir():
+        return None, "this server has no f_theta; make one with `kakeya train f-theta` and start it again"
+
+    from kv_cache_proposer.f_theta.lazy_codec import open_tap_codec
+
+    codec = open_tap_codec(folder, target_digest=weights_digest(checked), device=forward.device)
+    if (own := drafter_digest(model, forward)) != codec.drafter_digest:
+        return None, (
+            f"f_theta in {folder} is of the drafter with digest {codec.drafter_digest}, this server's has {own}; make "
+            "one for it with `kakeya train f-theta` and start the server again"
+        )
+    return codec, ""
+
+
 # -- components of keys ------------------------------------------------------------------------------------------------
 
 
@@ -508,6 +556,11 @@ def drafter_identity(model: ModelConfig, forward: Forward) -> Mapping[str, Any]:
         return {**made, "copies": asdict(LONG_COPY)} if is_named else made
     digests = "\n".join(sha256_of(folder / name) for name in sorted(weight_files(folder)))
     return {"tensors_sha256": hashlib.sha256(digests.encode()).hexdigest()}
+
+
+def drafter_digest(model: ModelConfig, forward: Forward) -> str:
+    """SHA-256 of the network's tensors; "" for a drafter without one. Raises ModelError as `find_drafter` does."""
+    return str(drafter_identity(model, forward).get("tensors_sha256", ""))
 
 
 def _drafter(network: DrafterNetwork, model: ModelConfig, forward: Forward) -> Drafter:

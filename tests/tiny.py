@@ -32,7 +32,9 @@ from inference_engine.kv.archives.latent import latent_layers
 from inference_engine.models.seam import ATTENTION, Seam
 from inference_engine.types import Mode, ModelFacts
 from kv_cache_proposer.f_theta.codec import LatentCodec
+from kv_cache_proposer.f_theta.tap_codec import DrafterLatent
 from laboratory.training.components import fit_components
+from laboratory.training.f_theta import calibrate_taps
 from laboratory.training.latent import calibrate
 from tests.facade import WatchedForward, in_mode
 
@@ -45,12 +47,15 @@ EXTRAS = (
     "metrics",
     "latent",
     "codec_digest",
+    "f_theta",
+    "why_no_f_theta",
     "components",
     "drafter",
     "end_ids",
     "read_tokens",
     "tracing",
 )
+TINY_TAPS = (0, 2)  # of the drafters of tests, too
 LATENT_BYTES = 160  # of at most 192: 128 numbers in 12 bits each
 PAGES = {"page_tokens": 4, "segment_tokens": 16}
 # Small units, so that windows wrap and segments end within a short test.
@@ -212,6 +217,20 @@ def tiny_latent(*, seed: int = 0, windowed: bool = True, hybrid: str = "") -> La
 
 
 @lru_cache(maxsize=8)
+def tiny_f_theta(*, seed: int = 0, windowed: bool = True, hybrid: str = "") -> DrafterLatent:
+    """f_theta of two layers of TinyModel, fitted on random ids."""
+    tokens = torch.randint(0, VOCABULARY, (8, 256), generator=torch.Generator().manual_seed(1))
+    return calibrate_taps(
+        tiny_model(seed=seed, windowed=windowed, hybrid=hybrid),
+        torch.split(tokens, 4),
+        tap_layers=TINY_TAPS,
+        layers=latent_layers(_forward(seed, windowed, hybrid).geometry(**PAGES)),
+        bytes_per_token=LATENT_BYTES,
+        group_layers=2,
+    )
+
+
+@lru_cache(maxsize=8)
 def tiny_components(*, seed: int = 0, windowed: bool = True, hybrid: str = "") -> ModelComponents:
     """Components of TinyModel's keys, calibrated on random ids."""
     tokens = torch.randint(0, VOCABULARY, (4, 128), generator=torch.Generator().manual_seed(1))
@@ -243,6 +262,7 @@ def tiny_engine(
     hybrid = "" if not geometry.states else MAMBA if geometry.open_chunk is None else DELTA
     extras: dict[str, Any] = {
         "latent": tiny_latent(seed=seed, windowed=windowed, hybrid=hybrid),
+        "f_theta": tiny_f_theta(seed=seed, windowed=windowed, hybrid=hybrid),
         "components": tiny_components(seed=seed, windowed=windowed, hybrid=hybrid),
     }
     extras |= {name: settings.pop(name) for name in EXTRAS if name in settings}

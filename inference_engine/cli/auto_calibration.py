@@ -27,7 +27,7 @@ from inference_engine.config import EngineConfig, ModelConfig, child_environment
 from inference_engine.errors import BackendError, InvalidArgument, ModelError, NotNative
 
 if TYPE_CHECKING:
-    from inference_engine.compose import Parts
+    from inference_engine.compose import DLMRestoredVerifier
 
 # Of weights, in files. Up to it first use takes one to three minutes on two cores; longer waits are asked for.
 SMALL_BYTES = 640 * 2**20
@@ -36,7 +36,9 @@ _COMMANDS = {"latent": ("latent", "--quick"), "components": ("components",)}
 _STANDARD_ERROR = 2
 
 
-def with_calibrations(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: str) -> Parts:
+def with_calibrations(
+    parts: DLMRestoredVerifier, model: ModelConfig, engine: EngineConfig, calibrate: str
+) -> DLMRestoredVerifier:
     """`parts` with what the setting `calibrate` makes the server have. Raises BackendError if it cannot be made."""
     from inference_engine.compose import find_components, find_latent
 
@@ -122,7 +124,7 @@ def is_small(model: ModelConfig) -> bool:
     return sum(path.stat().st_size for path in weights) <= SMALL_BYTES
 
 
-def _missing(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: str) -> tuple[str, ...]:
+def _missing(parts: DLMRestoredVerifier, model: ModelConfig, engine: EngineConfig, calibrate: str) -> tuple[str, ...]:
     if calibrate == "never":
         return ()
     needed = set(_STAGES)
@@ -134,10 +136,10 @@ def _missing(parts: Parts, model: ModelConfig, engine: EngineConfig, calibrate: 
     return tuple(stage for stage in _STAGES if stage in needed and not has[stage])
 
 
-def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
+def _needed(parts: DLMRestoredVerifier, engine: EngineConfig) -> set[str]:
     """What the default strategy decides by, were it there: some of _STAGES."""
     from inference_engine.kv.strategies import parse_strategy
-    from inference_engine.kv.strategy import COMPONENTS, LATENT_AND_COMPONENTS, check_strategy
+    from inference_engine.kv.strategy import COMPONENTS, check_strategy
 
     geometry = parts.forward.geometry(page_tokens=engine.page_tokens, segment_tokens=engine.segment_tokens)
     strategy = parse_strategy(engine.strategy).resolved(geometry, has_components=parts.forward.indexes_keys)
@@ -145,7 +147,7 @@ def _needed(parts: Parts, engine: EngineConfig) -> set[str]:
         check_strategy(strategy, geometry)
     except InvalidArgument:
         return set()  # the engine refuses it, and says why
-    needed = {"components"} if strategy.calibrated in (COMPONENTS, LATENT_AND_COMPONENTS) else set()
+    needed = {"components"} if COMPONENTS in strategy.calibrated else set()
     if strategy.restorer().is_calibrated:
         needed.add("latent")
     return needed

@@ -33,7 +33,7 @@ from inference_engine.engine.arguments import (
 from inference_engine.engine.calls import CallOptions, Calls, SessionCall
 from inference_engine.engine.fork import open_fork, open_rewound
 from inference_engine.engine.generation import Generates, Generation
-from inference_engine.engine.memory import check_one_session_fits, grows, open_memory, open_snapshots
+from inference_engine.engine.memory import check_one_session_fits, grows, open_memory, open_snapshots, taps_of
 from inference_engine.engine.recall import Recall
 from inference_engine.engine.results import (
     EngineInfo,
@@ -48,7 +48,7 @@ from inference_engine.engine.stats import collect_statistics
 from inference_engine.engine.warm_up import done_on, warm_up
 from inference_engine.errors import Draining, EngineStalled, InvalidArgument, SessionNotFound
 from inference_engine.kernels.components import ModelComponents, components_digest
-from inference_engine.kv.context import TokenCodec
+from inference_engine.kv.context import TapCodec, TokenCodec
 from inference_engine.kv.parts.recurrent import RecurrentStates
 from inference_engine.kv.strategies import check_registry, parse_strategy, strategy_names
 from inference_engine.kv.strategy import KVStrategy, bound_of
@@ -93,6 +93,8 @@ class Engine:
         tracing: Tracing | None = None,
         latent: TokenCodec | None = None,
         codec_digest: str = "",
+        f_theta: TapCodec | None = None,
+        why_no_f_theta: str = "",
         components: ModelComponents | None = None,
         drafter: Drafter | None = None,
         end_ids: Sequence[int] = (),
@@ -104,8 +106,9 @@ class Engine:
 
         journal: keeps sessions; the engine stops it when it closes. None: they end with the process. `journal` says
         what is safe: what a client is sent waits for that.
-        latent: serves sessions that restore KV entries from a latent; codec_digest: of it. components: of the model's
-        keys, by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
+        latent: serves sessions that restore KV entries from a latent; codec_digest: of it. f_theta: sessions that
+        restore them from the drafter's taps; why_no_f_theta: and what to do about it. components: of the model's keys,
+        by layer, for sessions that choose tokens by them. drafter: drafts tokens for Generates that allow it.
         end_ids: end a turn by the model's files, for sessions that ask for them. read_tokens: the bytes of tokens, for
         the first Generate that is constrained by them.
         Raises ConfigError or BackendError if a setting cannot be served.
@@ -141,6 +144,8 @@ class Engine:
             self.metrics,
             default_strategy=default,
             latent=latent,
+            f_theta=f_theta,
+            why_no_f_theta=why_no_f_theta,
             components=components,
             drafter=self._drafter,
         )
@@ -163,7 +168,7 @@ class Engine:
         self._constraints = Constraints(forward.facts.vocab_size, read_tokens)
         timer = StepTimer(self.metrics, clock)
         self._scheduler = Scheduler(
-            Verifier(forward, self._context, tap_layers=self._drafter.tap_layers, lap=timer.lap),
+            Verifier(forward, self._context, tap_layers=taps_of(self._drafter, f_theta), lap=timer.lap),
             self._store,
             self.journal,
             self.metrics,

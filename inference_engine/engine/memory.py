@@ -14,7 +14,7 @@ from inference_engine.config import EngineConfig
 from inference_engine.decode.draft import Drafter
 from inference_engine.errors import ConfigError
 from inference_engine.kernels.components import MOST_TILE, ModelComponents
-from inference_engine.kv.context import MOST_PIECES, KVContext, TokenCodec
+from inference_engine.kv.context import MOST_PIECES, KVContext, TapCodec, TokenCodec
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.memory.address_space import MOST_BYTES
 from inference_engine.kv.memory.tier import open_tier
@@ -41,6 +41,8 @@ def open_memory(
     *,
     default_strategy: KVStrategy,
     latent: TokenCodec | None,
+    f_theta: TapCodec | None,
+    why_no_f_theta: str,
     components: ModelComponents | None,
     drafter: Drafter,
 ) -> KVContext:
@@ -63,7 +65,8 @@ def open_memory(
         longest = _longest_bytes(default_strategy, geometry)
         allocations = config.max_sessions * (1 + MOST_PIECES if config.share_forks else 1)
         address_bytes = min(MOST_BYTES, 2 * capacity + allocations * longest)
-    opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=drafter.tap_layers)
+    tap_layers = taps_of(drafter, f_theta)
+    opened = forward.open(geometry, capacity, address_bytes=address_bytes, tap_layers=tap_layers)
     tier = open_tier(
         forward.device,
         capacity_bytes=config.tier_bytes,
@@ -73,9 +76,28 @@ def open_memory(
     placed = {layer: found.to(forward.device) for layer, found in (components or {}).items()}
     if latent is not None:
         latent = latent.using(opened.ops.trellis)
-    context = replace(opened, latent=latent, components=placed, tier=tier, draft_memories=drafter)
+    if f_theta is not None and f_theta.tap_layers != tap_layers:
+        why_no_f_theta = (
+            f"f_theta reads the hidden states of layers {f_theta.tap_layers}, the server's drafter those of layers "
+            f"{tap_layers}; make one for this drafter with `kakeya train f-theta`"
+        )
+        f_theta = None
+    context = replace(
+        opened,
+        latent=latent,
+        f_theta=None if f_theta is None else f_theta.using(opened.ops.trellis),
+        why_no_f_theta=why_no_f_theta,
+        components=placed,
+        tier=tier,
+        draft_memories=drafter,
+    )
     drafter.prepare(context)
     return context
+
+
+def taps_of(drafter: Drafter, f_theta: TapCodec | None) -> tuple[int, ...]:
+    """The layers after which steps return hidden states: those of the drafter, or, if it reads none, of f_theta."""
+    return drafter.tap_layers or (() if f_theta is None else f_theta.tap_layers)
 
 
 def _longest_bytes(default_strategy: KVStrategy, geometry: Geometry) -> int:

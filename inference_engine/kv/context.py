@@ -194,16 +194,15 @@ class GroupAnalyser:
     make_matrix: Callable[[int], Tensor]
 
 
-class TokenCodec(Protocol):
-    """Calibrated for one model. Keys are unrotated; the code of a position depends on its entries alone, up to
-    rounding.
+class TokenDecoder(Protocol):
+    """What codes of tokens become: entries of many layers, keys unrotated. Calibrated for one model.
 
-    Coding neither waits for the device nor looks at values: callers check whether entries are finite.
+    Coding neither waits for the device nor looks at values: callers check whether they are finite.
     """
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers whose entries are in the code, ascending."""
+        """The layers whose entries a code becomes, ascending."""
 
     @property
     def bytes_per_token(self) -> int: ...
@@ -212,23 +211,33 @@ class TokenCodec(Protocol):
     def least_bytes_per_token(self) -> int:
         """The smallest size that `at` accepts."""
 
-    def using(self, trellis: Trellis) -> TokenCodec:
+    def using(self, trellis: Trellis) -> Self:
         """The same codec, if its codes are chosen along a trellis by a device's own operations."""
 
     def has(self, bytes_per_token: int) -> bool:
         """Would `at` return at once?"""
 
-    def at(self, bytes_per_token: int) -> TokenCodec:
+    def at(self, bytes_per_token: int) -> TokenDecoder:
         """The same codec with fewer bytes per token. The first time it may read tensors, and takes longer than a step.
 
         Raises ModelError for a codec on disk that is damaged.
         """
 
-    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """K and V of each of `layers`, [n, Hkv, D] in any float dtype -> uint8 [n, bytes_per_token]."""
-
     def decode(self, codes: Tensor, layers: Sequence[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """K and V, float32 [n, Hkv, D], of each layer asked for (None: all), in that order."""
+
+    def decoder(self, layer: int) -> LayerDecoder | None:
+        """What `decode` does for one layer, as numbers; the same object for the same layer. None if it is no such
+        function."""
+
+
+class TokenCodec(TokenDecoder, Protocol):
+    """A code of entries: that of a position depends on its entries alone, up to rounding."""
+
+    def at(self, bytes_per_token: int) -> TokenCodec: ...
+
+    def encode(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+        """K and V of each of `layers`, [n, Hkv, D] in any float dtype -> uint8 [n, bytes_per_token]."""
 
     def analysers(self) -> Sequence[GroupAnalyser] | None:
         """The first half of `encode`, as numbers: for each group; the same objects each time. None if it has none."""
@@ -236,9 +245,25 @@ class TokenCodec(Protocol):
     def encode_numbers(self, numbers: Sequence[Tensor]) -> Tensor:
         """The second half: of each group's numbers, float32 [n, C], uint8 [n, bytes_per_token]."""
 
-    def decoder(self, layer: int) -> LayerDecoder | None:
-        """What `decode` does for one layer, as numbers; the same object for the same layer. None if it is no such
-        function."""
+
+class TapCodec(TokenDecoder, Protocol):
+    """A code of what a drafter reads of a token: the model's hidden states after the drafter's tap layers.
+
+    f_theta maps them to the entries: a code is made when the token is computed, for taps are kept by nothing else.
+    """
+
+    @property
+    def tap_layers(self) -> tuple[int, ...]:
+        """The model's layers whose outputs it reads, ascending."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its tensors: with another one, sessions would have other tokens."""
+
+    def at(self, bytes_per_token: int) -> TapCodec: ...
+
+    def encode_taps(self, taps: Tensor) -> Tensor:
+        """[n, taps, hidden] in any float dtype -> uint8 [n, bytes_per_token]."""
 
 
 class WholeTokens:
@@ -458,9 +483,9 @@ class KVContext:
     launches them. None: there is no such length. most_positions_in_pieces: behind a longer history, attention outweighs
     all else in a step, and steps beyond recording have the faster one. most_pieces: of a shared prefix, in the
     memory of as many sessions; queries read one by numbers. open_index: makes an index of keys known to the operation
-    over regions. open_tiles: what writes its tiles. settle: folds open chunks of recurrent states. latent,
-    components, draft_memories, tier: a latent codec, components of keys by layer, memory for a drafter, and a second
-    tier for entries, if there are any.
+    over regions. open_tiles: what writes its tiles. settle: folds open chunks of recurrent states. latent, f_theta,
+    components, draft_memories, tier: a latent codec, one of the drafter's taps, components of keys by layer, memory for
+    a drafter, and a second tier for entries, if there are any. why_no_f_theta: and what to do about it.
     """
 
     geometry: Geometry
@@ -478,6 +503,8 @@ class KVContext:
     open_tiles: OpenTiles = open_no_tiles
     settle: Settle = settle_nothing
     latent: TokenCodec | None = None
+    f_theta: TapCodec | None = None
+    why_no_f_theta: str = ""
     components: ModelComponents = field(default_factory=dict)
     draft_memories: DraftMemories = field(default_factory=NoDraftMemories)
     tier: Tier = field(default_factory=NoTier)

@@ -101,6 +101,7 @@ class SessionKV:
         step = self._plan.step(segment)
         self._steps = (step, segment if self.is_selective else step)
         self._ends_alone = self._plan.ends_alone
+        self.reads_taps = bool(self._plan.archived) and self._plan.restorer.reads_taps  # by `commit`
         # Do only archived layers want steps to end with a segment?
         self._joins_segments = all(layout.step is None for _, layout in self._plan.resident)
         self._is_reserved = False
@@ -438,7 +439,8 @@ class SessionKV:
         """May the staged token be committed before its step is computed? Not where old entries are archived with it,
         which are checked before.
         """
-        return not self._archived or (self.staged == 1 and self.length + 1 < self._quiet_until)
+        is_quiet = self.staged == 1 and self.length + 1 < self._quiet_until
+        return not self._archived or (is_quiet and not self.reads_taps)
 
     def ask_finite(self) -> tuple[Asked, ...]:
         """Start a check on the device that archived and restored entries are finite. Nothing waits for it."""
@@ -621,12 +623,19 @@ class SessionKV:
         else:
             self.commit(self.next_position + 1)
 
-    def commit(self, length: int) -> None:
+    def commit(self, length: int, taps: Tensor | None = None) -> None:
         """Keep staged entries below `length`, wipe the others, and evict entries that no later query may see.
+
+        taps: [n, taps, hidden] of the tokens that are kept, if it `reads_taps`.
 
         Raises RestorationFailed if entries that leave the exact window cannot be archived, or those of an earlier step
         are not finite. After that, only `forget` can be called.
         """
+        if self.reads_taps and length > self.length:
+            if taps is None or len(taps) != length - self.length:
+                raise InvariantViolated("INV2", f"positions up to {length} are committed without a drafter's taps")
+            for archived in self._archived:
+                archived.keep_taps(self.length, taps)
         if self.staged == 1 and length == self.length + 1 < self._quiet_until:
             self.staged, self.length = 0, length
             return

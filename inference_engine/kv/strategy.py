@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LATENT, COMPONENTS = "the latent codec", "the components of keys"
 LATENT_AND_COMPONENTS = f"{LATENT} and {COMPONENTS}"
+F_THETA = "f_theta"  # the codec of a drafter's taps
+F_THETA_AND_COMPONENTS = f"{F_THETA} and {COMPONENTS}"
 
 Option = int | float | str | tuple[int, ...] | None
 
@@ -135,8 +137,8 @@ class KVStrategy(ABC):
 
     @property
     def calibrated(self) -> str:
-        """What was calibrated for the model and decides what a session's tokens are: LATENT, COMPONENTS, both, or
-        nothing."""
+        """What was calibrated for the model and decides what a session's tokens are: LATENT, F_THETA, COMPONENTS, one
+        of them with the last, or nothing."""
         return LATENT if self.restorer().is_calibrated else ""
 
     def check(self, geometry: Geometry) -> None:

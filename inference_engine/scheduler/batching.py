@@ -127,9 +127,7 @@ class Batching:
             needs_logprob=request.params.logprobs,
             top_logprobs=request.params.top_logprobs,
             wanted_logits=wanted,
-            needs_taps=self._speculation.has_taps
-            and not request.session.kv.pending_replay
-            and self._speculation.needs_taps(request),
+            needs_taps=self._needs_taps(request) and not request.session.kv.pending_replay,
         )
 
     def unknown(self, requests: Sequence[Request]) -> tuple[list[Block], TokenIds]:
@@ -148,8 +146,13 @@ class Batching:
             sampler=request.sampler,
             needs_logprob=request.params.logprobs,
             top_logprobs=request.params.top_logprobs,
-            needs_taps=self._speculation.has_taps and self._speculation.needs_taps(request),
+            needs_taps=self._needs_taps(request),
         )
+
+    def _needs_taps(self, request: Request) -> bool:
+        """For drafts, or for the session's archive."""
+        speculation = self._speculation
+        return (speculation.has_taps and speculation.needs_taps(request)) or request.session.kv.reads_taps
 
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""

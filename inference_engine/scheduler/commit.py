@@ -140,7 +140,8 @@ class StepResults:
         is_replayed = first < kv.length and not is_committed
         if not is_committed:
             try:
-                session.commit(first + kept)
+                taps = outcome.taps if kv.reads_taps else None
+                session.commit(first + kept, None if taps is None else taps[:kept])
             except InvariantViolated:
                 raise
             except Exception as failed:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from inference_engine.errors import ModelMismatch
 from inference_engine.kv.context import KVContext
 from inference_engine.kv.session_kv import SessionKV
-from inference_engine.kv.strategy import COMPONENTS, LATENT, LATENT_AND_COMPONENTS, KVStrategy
+from inference_engine.kv.strategy import COMPONENTS, F_THETA, LATENT, KVStrategy
 from inference_engine.session.histories import Histories
 from inference_engine.session.history import History
 from inference_engine.session.journal import Journal, Saved, SessionKept, SessionRecord
@@ -107,9 +107,9 @@ class SessionMaker:
 
     def codec_of(self, strategy: KVStrategy) -> str:
         """The digest of what was calibrated, if the strategy depends on it."""
-        both = f"{self._codec} {self._components}"
-        digests = {LATENT: self._codec, COMPONENTS: self._components, LATENT_AND_COMPONENTS: both, "": ""}
-        return digests[strategy.calibrated]
+        f_theta = "" if self._context.f_theta is None else self._context.f_theta.digest
+        digests = {LATENT: self._codec, F_THETA: f_theta, COMPONENTS: self._components}
+        return " ".join(digests[one] for one in strategy.calibrated.split(" and ") if one)
 
     def _session(
         self, record: SessionRecord, kv: SessionKV, history: History, saved: Saved, *, is_transient: bool = False

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inference_engine.errors import HistoryLimit, InvariantViolated
 from inference_engine.kv.session_kv import SessionKV
@@ -182,12 +183,12 @@ class Session:
         self.live_bytes, self.tier_live_bytes = other.live_bytes, other.tier_live_bytes
         self.live_kinds = other.live_kinds
 
-    def commit(self, length: int) -> None:
+    def commit(self, length: int, taps: Tensor | None = None) -> None:
         """Engine's thread: keep staged entries below `length`, and publish what other threads may read.
 
-        Raises InvariantViolated, and what `SessionKV.commit` raises.
+        taps: as `SessionKV.commit` has them. Raises InvariantViolated, and what `SessionKV.commit` raises.
         """
-        self.kv.commit(length)
+        self.kv.commit(length, taps)
         self.refresh_facts()
 
     def refresh_facts(self) -> None:

@@ -152,6 +152,10 @@ class WeightedSpace:
         self._weights = [root for root, _ in roots]
         self._inverses = [inverse for _, inverse in roots]
 
+    def weigh(self, vectors: Tensor) -> Tensor:
+        """[n, W] of vectors, or of what is linear in them, to the same of weighted ones."""
+        return _through_vectors(vectors, self.group, self._weights)
+
     def covariance(self, covariance: Tensor) -> Tensor:
         """Covariance [W, W] of weighted vectors, from that of the vectors."""
         half = _through_vectors(covariance, self.group, self._weights).T.contiguous()

@@ -9,9 +9,11 @@ What was saved is what is loaded, bit for bit, and it is loaded whole or not at 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,13 +45,16 @@ _MADE_BY = {"bits": "variance", "quantiser": "trellis"}
 
 def save_codec(codec: LatentCodec, folder: Path, manifest: CalibrationManifest) -> None:
     """Write both files, the manifest last: a folder without it holds no codec."""
-    content = {
-        **asdict(manifest),
+    _STORED.save(folder, tensors_of(codec), {**asdict(manifest), **content_of(codec)})
+
+
+def content_of(codec: LatentCodec) -> dict[str, Any]:
+    """What a manifest says of it: `parse_stated` reads it."""
+    return {
         "bytes_per_token": codec.bytes_per_token,
         "shared_bytes": codec.shared_bytes,
         "groups": [[asdict(shape) for shape in part.basis.group.shapes] for part in codec.coders],
     }
-    _STORED.save(folder, _tensors(codec), content)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +69,12 @@ class StatedCodec:
     groups: tuple[Group, ...]
     bytes_per_token: int
     tensors_sha256: str
+    kind: StoredKind = _STORED
 
     @property
     def path(self) -> Path:
         """The file of tensors."""
-        return self.folder / TENSORS
+        return self.folder / self.kind.tensors
 
 
 def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
@@ -79,13 +85,7 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
     path = folder / MANIFEST
     content = _STORED.read_manifest(folder)
     with _STORED.parsing(folder):
-        codec = StatedCodec(
-            folder=folder,
-            manifest=CalibrationManifest.of(content),
-            groups=tuple(Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]),
-            bytes_per_token=int(content["bytes_per_token"]),
-            tensors_sha256=str(content["tensors_sha256"]),
-        )
+        codec = parse_stated(_STORED, folder, content)
     for name, known in _MADE_BY.items():
         if (made_by := content.get(name, known)) != known:
             raise _STORED.damage(path, f"{name} is {made_by!r}, known is {known!r}")
@@ -94,25 +94,45 @@ def read_stated(folder: Path, *, target_digest: str) -> StatedCodec:
     return codec
 
 
+def parse_stated(kind: StoredKind, folder: Path, content: Mapping[str, Any]) -> StatedCodec:
+    """Raises KeyError, TypeError or ValueError for what is missing, or of another type."""
+    return StatedCodec(
+        folder=folder,
+        manifest=CalibrationManifest.of(content),
+        groups=tuple(Group(tuple(LayerShape(**shape) for shape in shapes)) for shapes in content["groups"]),
+        bytes_per_token=int(content["bytes_per_token"]),
+        tensors_sha256=str(content["tensors_sha256"]),
+        kind=kind,
+    )
+
+
 def load_stated(stated: StatedCodec, *, device: torch.device | str = "cpu", kernels: str = "auto") -> LatentCodec:
     """The codec, its tensors checked.
 
     Raises LatentError for what is missing, damaged or of wrong shape, or of another codec now, and BackendError for
     kernels that the device cannot have.
     """
-    tensors = _STORED.read_tensors(stated.folder, stated.tensors_sha256)
-    found = [_take_group(tensors, index, group, stated.folder) for index, group in enumerate(stated.groups)]
-    _STORED.check_all_taken(tensors, stated.folder)
-    codec = coded([basis for basis, _ in found], [widths for _, widths in found])
-    if codec.bytes_per_token != stated.bytes_per_token:
-        raise _STORED.damage(
-            stated.folder,
-            f"its bits take {codec.bytes_per_token} bytes per token, {MANIFEST} says {stated.bytes_per_token}",
-        )
+    tensors = stated.kind.read_tensors(stated.folder, stated.tensors_sha256)
+    codec = take_codec(stated, tensors)
+    stated.kind.check_all_taken(tensors, stated.folder)
     return codec.to(device, kernels)
 
 
-def _tensors(codec: LatentCodec) -> dict[str, Tensor]:
+def take_codec(stated: StatedCodec, tensors: dict[str, Tensor]) -> LatentCodec:
+    """Out of `tensors`, on the CPU. Raises LatentError for what is missing, or does not fit."""
+    found = [_take_group(tensors, index, group, stated) for index, group in enumerate(stated.groups)]
+    codec = coded([basis for basis, _ in found], [widths for _, widths in found])
+    if codec.bytes_per_token != stated.bytes_per_token:
+        raise stated.kind.damage(
+            stated.folder,
+            f"its bits take {codec.bytes_per_token} bytes per token, {stated.kind.manifest} says "
+            f"{stated.bytes_per_token}",
+        )
+    return codec
+
+
+def tensors_of(codec: LatentCodec) -> dict[str, Tensor]:
+    """By name, as `take_codec` takes them."""
     found: dict[str, Tensor] = {}
     for index, part in enumerate(codec.coders):
         basis = part.basis
@@ -130,8 +150,10 @@ def _tensors(codec: LatentCodec) -> dict[str, Tensor]:
     return {name: tensor.cpu().contiguous() for name, tensor in found.items()}
 
 
-def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Path) -> tuple[Basis, tuple[int, ...]]:
-    take = partial(_STORED.take, tensors, folder)
+def _take_group(
+    tensors: dict[str, Tensor], index: int, group: Group, stated: StatedCodec
+) -> tuple[Basis, tuple[int, ...]]:
+    take = partial(stated.kind.take, tensors, stated.folder)
     prefix = f"group.{index}"
     single = (torch.float32,)
     deviations = tensors.get(f"{prefix}.deviations")
@@ -157,5 +179,5 @@ def _take_group(tensors: dict[str, Tensor], index: int, group: Group, folder: Pa
     )
     bits = tuple(take(f"{prefix}.bits", (torch.uint8,), count).tolist())
     if not bits or not all(MAX_BITS >= a >= b >= 1 for a, b in zip(bits, (*bits[1:], 1), strict=True)):
-        raise _STORED.damage(folder / TENSORS, f"{prefix}.bits must fall from at most {MAX_BITS} to at least 1")
+        raise stated.kind.damage(stated.path, f"{prefix}.bits must fall from at most {MAX_BITS} to at least 1")
     return basis, bits

@@ -9,7 +9,7 @@ third less.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,10 +41,10 @@ def from_projections(statistics: Statistics, output_projections: Mapping[int, Te
     return found
 
 
-def unweighted(statistics: Statistics) -> Importances:
+def unweighted(shapes: Sequence[LayerShape]) -> Importances:
     """An error costs its square, wherever it is: what coding by plain principal components assumes."""
     found: dict[int, Tensor] = {}
-    for shape in statistics.shapes:
+    for shape in shapes:
         identity = torch.eye(shape.head_dim, dtype=torch.float64)
         found[shape.layer] = identity.expand(2, shape.kv_heads, -1, -1)
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from inference_engine.compose import Parts, open_parts
+from inference_engine.compose import DLMRestoredVerifier, open_parts
 from inference_engine.config import EngineConfig
 from inference_engine.session.sqlite_journal import COPIES
 from inference_engine.types import Finished, GenerateParams, TokenCommitted
@@ -32,7 +32,7 @@ APPENDING, WARMING, TALKING = 1, (2, 3), 4  # seeds, the last one of the first r
 STRATEGIES = ("full", "full:codec=lloyd4")
 
 
-def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[float, int]:
+def first_token(parts: DLMRestoredVerifier, settings: dict[str, Any], session: str) -> tuple[float, int]:
     """Seconds from the call to the first token, in an engine that just started, and how many tokens had K/V then."""
     with parts.engine(EngineConfig(**settings)) as engine:
         engine.recall(session)
@@ -46,7 +46,7 @@ def first_token(parts: Parts, settings: dict[str, Any], session: str) -> tuple[f
         return seconds, cached
 
 
-def reads_file(parts: Parts, settings: dict[str, Any], session: str, length: int) -> bool:
+def reads_file(parts: DLMRestoredVerifier, settings: dict[str, Any], session: str, length: int) -> bool:
     """Does an engine that has computed a session of so many tokens read the file of the other one?"""
     with parts.engine(EngineConfig(**{**settings, "hibernate": "auto"})) as engine:
         for seed in WARMING:  # the first one may be slow

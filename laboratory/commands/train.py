@@ -26,7 +26,7 @@ from rich.progress import Progress
 from inference_engine.cli.settings import add_config_file, add_settings, settings
 from inference_engine.config import EngineConfig, ModelConfig, writable
 from inference_engine.errors import ConfigError
-from laboratory.commands import train_components, train_corpus, train_drafter, train_recall
+from laboratory.commands import train_components, train_corpus, train_drafter, train_f_theta, train_recall
 from laboratory.training.calibration_text import conversations_in, gather, gather_plain, read
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _DIVERGENCE_SEQUENCES, _QUICK_DIVERGENCE_SEQUENCES = 4, 1  # of _SENSITIVITY_TOK
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="stage", required=True, metavar="STAGE")
-    for stage in (train_components, train_corpus, train_drafter, train_recall):
+    for stage in (train_components, train_corpus, train_drafter, train_f_theta, train_recall):
         stage.add_parser(commands)
     latent = commands.add_parser(
         "latent",

@@ -56,7 +56,7 @@ def collect(
     for states in capture(model, batches, layers=layers):
         if statistics is None:
             place = states[0].keys.device if device is None else device
-            statistics = Statistics([_shape(layer) for layer in states], group_layers=group_layers, device=place)
+            statistics = Statistics([shape_of(layer) for layer in states], group_layers=group_layers, device=place)
         queries = [one.queries for one in states] if has_queries else None
         statistics.add([one.keys for one in states], [one.values for one in states], queries)
         if advance is not None:
@@ -96,7 +96,7 @@ def calibrate(
     if importances == "projections":
         importances = from_projections(statistics, output_projections(model, layers=layers))
     elif importances == "none":
-        importances = unweighted(statistics)
+        importances = unweighted(statistics.shapes)
     return fit(
         statistics,
         importances,
@@ -134,5 +134,5 @@ def measure(model: nn.Module, batches: Iterable[Tensor], codec: LatentCodec) -> 
     )
 
 
-def _shape(states: LayerStates) -> LayerShape:
+def shape_of(states: LayerStates) -> LayerShape:
     return LayerShape(layer=states.layer, kv_heads=states.keys.shape[1], head_dim=states.keys.shape[2])

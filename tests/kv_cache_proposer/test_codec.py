@@ -146,7 +146,7 @@ def test_a_rough_decomposition_loses_no_more_and_gives_way_where_it_would(monkey
     dwarfed = make_entries(400, seed=5)
     dwarfed.keys[0][:, 0, 0] *= 1e5
     statistics = make_statistics(dwarfed, group_layers=5)
-    importances = unweighted(statistics)
+    importances = unweighted(statistics.shapes)
     exact, rough = (fit(statistics, importances, bytes_per_token=12, is_rough=is_rough) for is_rough in (False, True))
     assert all(_is_same(*pair) for pair in zip(exact.coders, rough.coders, strict=True))
 

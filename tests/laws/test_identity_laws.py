@@ -28,7 +28,7 @@ from tests.laws.drafters import Knowing
 from tests.laws.test_engine_laws import opened
 from tests.laws.test_hibernation_laws import go_on, reads
 from tests.laws.variants import all_strategies, drain, generate, mechanism, reads_by_views, text
-from tests.tiny import EXTRAS, SMALL, tiny_components, tiny_latent
+from tests.tiny import EXTRAS, SMALL, tiny_components, tiny_f_theta, tiny_latent
 from tests.tiny_native import tiny_native
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, seed=7)
@@ -41,7 +41,7 @@ each_mechanism = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=li
 def engine_in(identity: ProductIdentity, **settings: Any) -> Engine:
     forward = tiny_native(identity=identity, weights="int8", kv_type=KVType.FLOAT16)
     extras = {name: settings.pop(name) for name in EXTRAS if name in settings}
-    extras = {"latent": tiny_latent(), "components": tiny_components(), **extras}
+    extras = {"latent": tiny_latent(), "components": tiny_components(), "f_theta": tiny_f_theta(), **extras}
     return Engine(forward, EngineConfig(**{**SMALL, **settings}), **extras)
 
 

@@ -58,7 +58,7 @@ from tests.laws.variants import (
     text,
     tokens,
 )
-from tests.tiny import PAGES, SMALL, tiny_components, tiny_forward_on, tiny_latent
+from tests.tiny import PAGES, SMALL, tiny_components, tiny_f_theta, tiny_forward_on, tiny_latent
 from tests.tiny_native import tiny_native
 
 ON_GPU = torch.cuda.is_available()
@@ -127,7 +127,8 @@ def engine_on(
 ) -> Engine:
     latent = tiny_latent().to(forward(variant).device)
     config = EngineConfig(**{**SMALL, "overlap": "on" if variant == "ahead" else "off", **settings})
-    calibrated: dict[str, Any] = {"latent": latent, "components": tiny_components()}
+    f_theta = tiny_f_theta().to(latent.device)
+    calibrated: dict[str, Any] = {"latent": latent, "components": tiny_components(), "f_theta": f_theta}
     return Engine(forward(variant), config, **calibrated, drafter=drafter, journal=journal, metrics=metrics)
 
 
@@ -184,7 +185,12 @@ def test_a_step_attends_in_the_native_library_while_its_sessions_hold_what_they_
 
     monkeypatch.setattr(native.program, "register", counted)
     watched = WatchedForward(native, lambda _: by_step.append(calls))
-    with Engine(watched, EngineConfig(**SMALL), latent=tiny_latent(), components=tiny_components()) as engine:
+    calibrated: dict[str, Any] = {
+        "latent": tiny_latent(),
+        "components": tiny_components(),
+        "f_theta": tiny_f_theta(),
+    }
+    with Engine(watched, EngineConfig(**SMALL), **calibrated) as engine:
         session = opened(engine, strategy)
         for turn, count in enumerate((12, 61, 30)):
             engine.append(session, text(count, seed=turn))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Self
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ class HalfTokens(WholeTokens):
     layers = tuple(index for index, layer in enumerate(LAYERS) if layer.native_window is None)
     bytes_per_token = least_bytes_per_token = LATENT_BYTES
 
-    def at(self, bytes_per_token: int) -> HalfTokens:
+    def at(self, bytes_per_token: int) -> Self:
         assert bytes_per_token == LATENT_BYTES
         return self
 
@@ -105,6 +106,24 @@ class HalfTokens(WholeTokens):
         ]
         places = [self.layers.index(layer) for layer in (self.layers if layers is None else layers)]
         return [vectors[place] for place in places], [vectors[len(shapes) + place] for place in places]
+
+
+class HalfTaps(HalfTokens):
+    """A codec of taps that are the token's entries themselves."""
+
+    tap_layers, digest = (0,), ""
+
+    def encode_taps(self, taps: Tensor) -> Tensor:
+        own = [self.geometries[layer] for layer in self.layers] * 2
+        parts = torch.split(taps[:, 0], [layer.kv_heads * layer.head_dim for layer in own], dim=1)
+        states = [part.view(-1, layer.kv_heads, layer.head_dim) for part, layer in zip(parts, own, strict=True)]
+        return self.encode(states[: len(self.layers)], states[len(self.layers) :])
+
+
+def taps_of(entries: Entries, positions: NDArray[np.int64]) -> Tensor:
+    """[n, 1, numbers of the entries that a latent covers]."""
+    states = [part[layer][:, positions] for part in (entries.k, entries.v) for layer in HalfTaps.layers]
+    return torch.cat([state.transpose(0, 1).flatten(1) for state in states], dim=1)[:, None]
 
 
 def context(
@@ -132,6 +151,7 @@ def context(
         rotate=lambda keys, shifts, _: turn(keys, shifts),
         device=torch.device("cpu"),
         latent=HalfTokens(),
+        f_theta=HalfTaps(),
         components=COMPONENTS,
         tier=Tier(2**24),
     )
@@ -171,8 +191,12 @@ def step(
         q, k = (turn(states[layer][:, index], positions) for states in (entries.q, entries.k))
         out = plan.attend(layer, q[None], k[None], entries.v[layer][None, :, index], scaling=0.35)
         outs.append(out[0, plan.spans[0].real])
-    kv.commit(kv.next_position + count if commit is None else commit)
+    commit_to(kv, entries, kv.next_position + count if commit is None else commit)
     return outs
+
+
+def commit_to(kv: SessionKV, entries: Entries, length: int) -> None:
+    kv.commit(length, taps_of(entries, np.arange(kv.length, length)) if kv.reads_taps else None)
 
 
 def feed(
@@ -188,10 +212,15 @@ def feed(
     return [torch.cat([out[layer] for out in outs]) for layer in range(len(entries.q))]
 
 
+def is_latent(strategy: KVStrategy) -> bool:
+    """Are all entries of a position coded together?"""
+    return strategy.options().get("source") in ("latent", "drafter")
+
+
 def close(strategy: KVStrategy) -> float:
     """Sums in another order. Coded, a number that rounding moved over an edge comes back a step away."""
     options = strategy.options()
-    return 2e-5 if options.get("codec") is None and options.get("source") != "latent" else 2e-2
+    return 2e-5 if options.get("codec") is None and not is_latent(strategy) else 2e-2
 
 
 def coded(codec: str, rule: LayerRule, vectors: Tensor) -> Tensor:
@@ -288,7 +317,7 @@ def by_hand(rule: LayerRule, codec: str, layer: int, length: int) -> Tensor:
 def expected_by_hand(strategy: KVStrategy, length: int) -> list[Tensor]:
     """Of all layers, of the same entries each time. Strategies that say the same of a layer share what it gives."""
     options, geometry = strategy.options(), context().geometry
-    codec = "latent" if options.get("source") == "latent" else str(options.get("codec") or "")
+    codec = "latent" if is_latent(strategy) else str(options.get("codec") or "")
     rules = [strategy.rule(layer, geometry) for layer in range(len(LAYERS))]
     # What generated tokens alone choose by is left out.
     seen = [
@@ -489,7 +518,7 @@ def test_the_plan_of_a_step_behind_another_is_the_plan_made_anew(strategy: KVStr
             for layer, shape in enumerate(LAYERS):
                 plan.attend(layer, torch.ones(1, shape.query_heads, len(kvs), shape.head_dim), None, None, scaling=1.0)
         for kv in kvs:
-            kv.commit(kv.next_position + 1)
+            commit_to(kv, entries, kv.next_position + 1)
     assert plan is not None and (followed or not plan.is_numbers_only)
     assert reads == reads_offloaded and (plan.is_numbers_only or not reads_offloaded)
     for kv in (*kvs, parent):

@@ -25,6 +25,7 @@ from tests.tiny import LATENT_BYTES, PAGES, VOCABULARY, tiny_forward
 from tests.tiny_native import served_engine
 
 LATENT: dict[str, Option] = {"sink": 2, "source": "latent", "bytes_per_token": LATENT_BYTES}
+_DRAFTER: dict[str, Option] = {**LATENT, "source": "drafter"}
 _SELECT: dict[str, Option] = {**LATENT, "mode": "select", "run": 1, "appended": "all"}
 
 _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
@@ -69,6 +70,10 @@ _SMALL_OPTIONS: dict[str, list[dict[str, Option]]] = {
         # Few latents on the device: a segment pushes out all of them, and some of its own.
         {**LATENT, "window": 16, "resident_latent_bytes": 1800},
         {**LATENT, "sink": 0, "window": 9, "resident_latent_bytes": 7000, "mode": "stream"},
+        # Of what a drafter reads: codes of the exact window, too.
+        {**_DRAFTER, "window": 12},
+        {**_DRAFTER, "sink": 0, "window": 17, "mode": "stream"},
+        {**_SELECT, **_DRAFTER, "sink": 3, "window": 16, "budget": 63, "rank": 5, "bits": 3, "awake_bytes": 15 * 768},
         # Few tokens of choice, of which a few more are held; and all of them.
         {**_SELECT, "sink": 3, "window": 16, "budget": 63, "rank": 5, "bits": 3, "awake_bytes": 15 * 768},
         {**_SELECT, "sink": 0, "window": 20, "budget": 400, "rank": 8, "bits": 4, "awake_bytes": 348 * 768},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from inference_engine.native.library import KVType
 from inference_engine.types import GenerateParams
 from tests.laws.test_engine_laws import opened
 from tests.laws.variants import drain, each_strategy_with, text
-from tests.tiny import PAGES, SMALL, tiny_components, tiny_latent
+from tests.tiny import PAGES, SMALL, tiny_components, tiny_f_theta, tiny_latent
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_native import library, tiny_native
 
@@ -44,7 +45,8 @@ def test_entries_take_the_bytes_that_were_asked_for(asked: str, given: str, item
 def test_an_entry_that_is_too_large_ends_in_an_error(strategy: KVStrategy, part: str) -> None:
     """Whatever a strategy does with it: it is read, archived, coded, summarised or moved."""
     forward = tiny_native(kv_type=KVType.FLOAT16, enlarged=part)
-    with Engine(forward, EngineConfig(**SMALL), latent=tiny_latent(), components=tiny_components()) as engine:
+    calibrated: dict[str, Any] = {"latent": tiny_latent(), "components": tiny_components(), "f_theta": tiny_f_theta()}
+    with Engine(forward, EngineConfig(**SMALL), **calibrated) as engine:
         session = opened(engine, strategy, text(100))
         with pytest.raises((NonFiniteLogits, RestorationFailed)):
             drain(engine.generate(session, GenerateParams(max_tokens=60)))

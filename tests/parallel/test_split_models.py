@@ -22,7 +22,7 @@ from inference_engine.backends.ranks.causal_plan import CausalPlan
 from inference_engine.backends.ranks.loading import STRATEGIES
 from inference_engine.backends.torch_forward import TorchForward
 from inference_engine.backends.torch_loading import serve_loaded
-from inference_engine.compose import Parts, admit, open_backend
+from inference_engine.compose import DLMRestoredVerifier, admit, open_backend
 from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import BackendError, ConfigError, EngineStalled, InvalidArgument, KakeyaError
@@ -380,7 +380,7 @@ def test_a_copy_is_read_for_others_where_the_part_of_a_rank_has_room(ranks: Torc
 
 
 def test_a_second_tier_is_refused_with_ranks(ranks: TorchForward) -> None:
-    parts = Parts(forward=ranks, latent=None, drafter=None, digests=lambda: ("", ""), tensor_parallel=2)
+    parts = DLMRestoredVerifier(forward=ranks, latent=None, drafter=None, digests=lambda: ("", ""), tensor_parallel=2)
     with pytest.raises(ConfigError, match=r"tier_bytes=.*leave it at 0"):
         parts.engine(EngineConfig(**{**SMALL, "tier_bytes": 2**20}))
 

@@ -205,7 +205,7 @@ class _CodedArchive(Archive):
     def require_finite(self, upto: int | None = None) -> None:
         self._finite.require(upto)
 
-    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+    def save(self, positions: Sequence[Positions], length: int) -> Iterator[tuple[Tensor, ...]]:
         for group, kept in zip(self._groups, positions, strict=True):
             yield from group.save(kept)
 

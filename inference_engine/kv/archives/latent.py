@@ -2,7 +2,8 @@
 
 A latent needs the entries of every layer, so it exists only when the last layer has run: entries are coded when they
 leave the exact window, at a segment boundary, never earlier. Layers with a native window keep their entries and are
-not in the latent. A `TokenCodec` makes the codes; `kv/archives/latent_codes.py` stores their bytes.
+not in the latent. A `TokenCodec` makes the codes; `kv/archives/latent_codes.py` stores their bytes. Codes that are made
+of something else than entries (`kv/archives/tapped.py`) are read alike: `LatentArchive`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from inference_engine.kv.context import (
     ReadLayer,
     RestoredLayer,
     TokenCodec,
+    TokenDecoder,
 )
 from inference_engine.kv.geometry import EntryShape, Geometry
 from inference_engine.kv.layout import Positions
@@ -112,36 +114,13 @@ class Latent(Restorer):
         return context.latent is not None and not context.latent.has(self.bytes_in(context.geometry))
 
     def ready(self, context: KVContext) -> None:
-        geometry = context.geometry
         if context.latent is None:
             raise InvalidArgument(
                 "source",
                 "no latent codec is loaded; start the server with --calibrate all, or calibrate one with "
                 "`kakeya train latent` and start it again",
             )
-        expected = latent_layers(geometry)
-        if context.latent.layers != expected:
-            raise InvalidArgument(
-                "source", f"the latent codec covers layers {context.latent.layers}, this model needs {expected}"
-            )
-        asked, most = self.bytes_in(geometry), context.latent.bytes_per_token
-        least = context.latent.least_bytes_per_token
-        if not least <= asked <= most:
-            raise InvalidArgument(
-                "bytes_per_token",
-                f"the loaded latent codec gives from {least} to {most}, got {asked}",
-                least=least,
-                most=most,
-            )
-        try:
-            context.latent.at(asked)
-        except ModelError as error:
-            logger.error("sessions that need the latent codec are refused: %s", error)
-            raise InvalidArgument(
-                "source",
-                "the latent codec on the server's disk is damaged, as its log says; calibrate it again with `kakeya "
-                "train latent` and start the server again, or use source recompute",
-            ) from error
+        check_codec(context.latent, context, self.bytes_in(context.geometry), "the latent codec", "kakeya train latent")
 
     def demands(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> tuple[Demand, ...]:
         return (self._places(geometry, kept).demand(geometry),)
@@ -155,7 +134,7 @@ class Latent(Restorer):
         codes = LatentCodes.reserve(context, self._places(context.geometry, kept))
         if codes is None:
             return None
-        return _LatentArchive(context.latent.at(self.bytes_in(context.geometry)), context, kept, codes)
+        return _EntryLatents(context.latent.at(self.bytes_in(context.geometry)), context, kept, codes)
 
     def _places(self, geometry: Geometry, kept: Sequence[KeptLayers]) -> LatentPlaces:
         return LatentPlaces(
@@ -166,8 +145,34 @@ class Latent(Restorer):
         )
 
 
-class _LatentArchive(Archive):
-    def __init__(self, codec: TokenCodec, context: KVContext, kept: Sequence[KeptLayers], codes: LatentCodes) -> None:
+def check_codec(codec: TokenDecoder, context: KVContext, bytes_per_token: int, what: str, command: str) -> None:
+    """Raise InvalidArgument if it does not fit the model, gives no such rate, or is damaged. Its tensors are read."""
+    expected = latent_layers(context.geometry)
+    if codec.layers != expected:
+        raise InvalidArgument("source", f"{what} covers layers {codec.layers}, this model needs {expected}")
+    least, most = codec.least_bytes_per_token, codec.bytes_per_token
+    if not least <= bytes_per_token <= most:
+        raise InvalidArgument(
+            "bytes_per_token",
+            f"the loaded {what.removeprefix('the ')} gives from {least} to {most}, got {bytes_per_token}",
+            least=least,
+            most=most,
+        )
+    try:
+        codec.at(bytes_per_token)
+    except ModelError as error:
+        logger.error("sessions that need %s are refused: %s", what, error)
+        raise InvalidArgument(
+            "source",
+            f"{what} on the server's disk is damaged, as its log says; make it again with `{command}` and start the "
+            "server again, or use source recompute",
+        ) from error
+
+
+class LatentArchive(Archive):
+    """Codes of tokens, and how entries come back from them; not where codes come from."""
+
+    def __init__(self, codec: TokenDecoder, context: KVContext, kept: Sequence[KeptLayers], codes: LatentCodes) -> None:
         self._codec = codec
         self._context = context
         self._kept = kept
@@ -184,48 +189,6 @@ class _LatentArchive(Archive):
 
     def begin(self, blocks: Sequence[EntryBlock]) -> None:
         pass
-
-    def keep(self, blocks: Sequence[EntryBlock]) -> None:
-        for group, block in zip(self._kept, blocks, strict=True):
-            self._finite.ask(group.layers.layers, block.keys, block.values, come_back=False)
-        entries = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
-        [codes] = self._compute("encode", partial(_encode, self._codec, self._places), entries)
-        self._codes.put(self._place(blocks[0].positions[0]), codes)
-
-    def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
-        leaving, analysers, coder = positions[0], self._codec.analysers(), self._context.coder
-        runs = {tuple(neighbours(slots.layout.slots(leaving))) for slots in regions}
-        if (
-            analysers is None
-            or len(runs) > 1
-            or not all(coder.analyses(slots.layer_set.rotary, slots.head_dim, len(leaving)) for slots in regions)
-        ):
-            super().keep_from(regions, positions)
-            return
-        assert leaving[0] >= max(slots.layout.spare for slots in regions), "keys of the sink have been moved"
-        slots_of = {layer: slots for slots in regions for layer in slots.layer_set.layers}
-        numbers = [self._numbers(analyser, slots_of, int(leaving[0]), *runs) for analyser in analysers]
-        self._codes.put(self._place(leaving[0]), self._codec.encode_numbers(numbers))
-
-    def take_back(self, positions: Sequence[Positions]) -> None:
-        self._codes.take_back(self._place(positions[0][0]))
-
-    def _numbers(
-        self, analyser: GroupAnalyser, slots_of: Mapping[int, LayerSlots], first: int, runs: Sequence[tuple[int, int]]
-    ) -> Tensor:
-        """Of a group's entries at consecutive positions, from `first` on, in these runs of slots: float32 [n, C]."""
-        parts = []
-        for begin, end in runs:
-            layers = []
-            for layer in analyser.layers:
-                slots = slots_of[layer]
-                keys, values = slots.region.pair(slots.buffer, layer, begin, end - begin)
-                layers.append(ReadLayer(rotary=slots.layer_set.rotary, keys=keys, values=values))
-            numbers, found = self._context.coder.analyse(analyser, layers, first)
-            self._finite.note(analyser.layers, found, come_back=False)
-            parts.append(numbers)
-            first += end - begin
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         wanted = positions[0]
@@ -334,7 +297,7 @@ class _LatentArchive(Archive):
         entries = torch.zeros((len(layers.layers), 0, layers.kv_heads, layers.head_dim), device=self._context.device)
         return entries, entries
 
-    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+    def save(self, positions: Sequence[Positions], length: int) -> Iterator[tuple[Tensor, ...]]:
         return self._codes.save()
 
     def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
@@ -362,6 +325,54 @@ class _LatentArchive(Archive):
         self._codes.release()
 
 
+class _EntryLatents(LatentArchive):
+    """Codes of the entries themselves."""
+
+    _codec: TokenCodec
+
+    def keep(self, blocks: Sequence[EntryBlock]) -> None:
+        for group, block in zip(self._kept, blocks, strict=True):
+            self._finite.ask(group.layers.layers, block.keys, block.values, come_back=False)
+        entries = [states.transpose(0, 1) for block in blocks for states in (block.keys, block.values)]
+        [codes] = self._compute("encode", partial(_encode, self._codec, self._places), entries)
+        self._codes.put(self._place(blocks[0].positions[0]), codes)
+
+    def keep_from(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
+        leaving, analysers, coder = positions[0], self._codec.analysers(), self._context.coder
+        runs = {tuple(neighbours(slots.layout.slots(leaving))) for slots in regions}
+        if (
+            analysers is None
+            or len(runs) > 1
+            or not all(coder.analyses(slots.layer_set.rotary, slots.head_dim, len(leaving)) for slots in regions)
+        ):
+            super().keep_from(regions, positions)
+            return
+        assert leaving[0] >= max(slots.layout.spare for slots in regions), "keys of the sink have been moved"
+        slots_of = {layer: slots for slots in regions for layer in slots.layer_set.layers}
+        numbers = [self._numbers(analyser, slots_of, int(leaving[0]), *runs) for analyser in analysers]
+        self._codes.put(self._place(leaving[0]), self._codec.encode_numbers(numbers))
+
+    def take_back(self, positions: Sequence[Positions]) -> None:
+        self._codes.take_back(self._place(positions[0][0]))
+
+    def _numbers(
+        self, analyser: GroupAnalyser, slots_of: Mapping[int, LayerSlots], first: int, runs: Sequence[tuple[int, int]]
+    ) -> Tensor:
+        """Of a group's entries at consecutive positions, from `first` on, in these runs of slots: float32 [n, C]."""
+        parts = []
+        for begin, end in runs:
+            layers = []
+            for layer in analyser.layers:
+                slots = slots_of[layer]
+                keys, values = slots.region.pair(slots.buffer, layer, begin, end - begin)
+                layers.append(ReadLayer(rotary=slots.layer_set.rotary, keys=keys, values=values))
+            numbers, found = self._context.coder.analyse(analyser, layers, first)
+            self._finite.note(analyser.layers, found, come_back=False)
+            parts.append(numbers)
+            first += end - begin
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 # These functions hold nothing of a session, because recordings of them outlive it.
 
 
@@ -372,13 +383,13 @@ def _encode(codec: TokenCodec, places: Sequence[tuple[int, int]], entries: Seque
     return [codec.encode(keys, values)]
 
 
-def _decode(codec: TokenCodec, groups: Sequence[Sequence[int]], codes: Sequence[Tensor]) -> Sequence[Tensor]:
+def _decode(codec: TokenDecoder, groups: Sequence[Sequence[int]], codes: Sequence[Tensor]) -> Sequence[Tensor]:
     """The inverse of `_encode`, for the layers of each set."""
     by_layer = dict(zip(codec.layers, zip(*codec.decode(codes[0]), strict=True), strict=True))
     return [torch.stack([by_layer[layer][part] for layer in layers], dim=1) for layers in groups for part in (0, 1)]
 
 
-def _decode_layer(codec: TokenCodec, layer: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:
+def _decode_layer(codec: TokenDecoder, layer: int, codes: Sequence[Tensor]) -> Sequence[Tensor]:
     """Keys and values of one layer, [n, Hkv, D]."""
     keys, values = codec.decode(codes[0], [layer])
     return [keys[0], values[0]]

@@ -134,10 +134,11 @@ class LatentCodes:
         """[places, half of the bytes] each; None if some places are not in the pool."""
         return None if self._resident < self._places.count else (self._halves[0], self._halves[1])
 
-    def save(self) -> Iterator[tuple[Tensor]]:
-        """All stored latents, [n, width], a segment at a time."""
-        for first in range(0, self._end, self._places.segment):
-            yield (self.get(first, min(first + self._places.segment, self._end)),)
+    def save(self, end: int | None = None) -> Iterator[tuple[Tensor]]:
+        """All stored latents, [n, width], a segment at a time; end: those of the places before it."""
+        end = self._end if end is None else min(end, self._end)
+        for first in range(0, end, self._places.segment):
+            yield (self.get(first, min(first + self._places.segment, end)),)
 
     def load(self, saved: Iterable[tuple[Tensor, ...]]) -> None:
         """Store all saved latents."""
@@ -157,6 +158,11 @@ class LatentCodes:
         self._store.close()
 
     # -- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> int:
+        """Places that have been stored."""
+        return self._end
 
     def held_bytes(self, count: int) -> int:
         """Bytes in the pool, in whole pages, when `count` places have been stored."""

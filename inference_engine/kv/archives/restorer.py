@@ -137,6 +137,13 @@ class Archive(ABC):
         """Forget the entries that were archived last, per set of layers: they have not left the exact window."""
         raise AssertionError("this archive keeps what it has")
 
+    def keep_taps(self, first: int, taps: Tensor) -> None:
+        """Only of a restorer that `reads_taps`: those of tokens from position `first` on, which are kept."""
+        raise AssertionError("this archive reads no taps")
+
+    def settle(self) -> None:
+        """The session becomes idle: what waits to be archived with later tokens is archived now."""
+
     def restore_into(self, regions: Sequence[LayerSlots], positions: Sequence[Positions]) -> None:
         """Write archived entries into their slots, per set of layers, keys rotated to their positions."""
         for slots, block in zip(regions, self.restore(positions), strict=True):
@@ -188,8 +195,8 @@ class Archive(ABC):
         """The entries restored so far are not read: drop their checks."""
 
     @abstractmethod
-    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
-        """The archive of `positions`, per set of layers all that were archived: tensors for `load`."""
+    def save(self, positions: Sequence[Positions], length: int) -> Iterator[tuple[Tensor, ...]]:
+        """The archive of `positions`, per set of layers all that a history of `length` archives: tensors for `load`."""
 
     @abstractmethod
     def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:
@@ -205,6 +212,9 @@ class Archive(ABC):
     def tier_bytes(self, counts: Sequence[int]) -> int:
         """As `held_bytes`, for the second tier."""
         return 0
+
+    def rewind(self, length: int) -> None:
+        """The history ends at `length`, to which the exact entries can rewind: drop what is of tokens behind it."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -261,6 +271,8 @@ class Restorer(ABC):
     replays: ClassVar[bool] = False
     # Does it need a codec that was calibrated for the model?
     is_calibrated: ClassVar[bool] = False
+    # Does it archive what a drafter reads of tokens, when they are computed?
+    reads_taps: ClassVar[bool] = False
 
     entries: type[ArchivedPart]  # the part of a session that holds its archived layers: how old entries are read
 
@@ -371,7 +383,7 @@ class _EmptyArchive(Archive):
     def restore(self, positions: Sequence[Positions]) -> Sequence[EntryBlock]:
         raise AssertionError("a restorer that replays is not asked for entries")
 
-    def save(self, positions: Sequence[Positions]) -> Iterator[tuple[Tensor, ...]]:
+    def save(self, positions: Sequence[Positions], length: int) -> Iterator[tuple[Tensor, ...]]:
         return iter(())
 
     def load(self, positions: Sequence[Positions], saved: Iterable[tuple[Tensor, ...]]) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inference_engine.errors import NonFiniteEntries, RestorationFailed
 from inference_engine.kv.archives.restorer import Archive, ArchivedPart
@@ -136,6 +137,13 @@ class ArchivedEntries(ArchivedPart):
         for regions in self.regions:
             regions.evict(before, length)
 
+    def keep_taps(self, first: int, taps: Tensor) -> None:
+        """Before `commit` of tokens from position `first` on, if the restorer `reads_taps`: [n, taps, hidden]."""
+        try:
+            self._archive.keep_taps(first, taps)
+        except Exception as error:
+            raise RestorationFailed(error) from error
+
     def take_back(self, first: int) -> None:
         """The step from `first` on is not staged: another part has no room. Put back what `stage` has moved."""
 
@@ -182,11 +190,11 @@ class ArchivedEntries(ArchivedPart):
         for exact, theirs in zip(self._sets, other._sets, strict=True):
             exact.regions.copy_from(theirs.regions, length)
         kept = self._kept(length)
-        self._archive.load(kept, other._archive.save(kept))
+        self._archive.load(kept, other._archive.save(kept, length))
 
     def save(self, length: int) -> Saved:
         """The exact entries, and what the archive keeps."""
-        saved: Saved = {"archive": self._archive.save(self._kept(length))}
+        saved: Saved = {"archive": self._archive.save(self._kept(length), length)}
         for index, exact in enumerate(self._sets):
             saved = {**saved, **under(index, exact.regions.save(length))}
         return saved
@@ -208,8 +216,7 @@ class ArchivedEntries(ArchivedPart):
         with ExitStack() as stack:
             for exact in self._sets:
                 stack.callback(exact.regions.forget, at, length)
-            if not at:
-                stack.callback(self._archive.forget)
+            stack.callback(self._archive.rewind, at) if at else stack.callback(self._archive.forget)
 
     def shrink(self) -> None:
         """Give back what it has beyond the session's bound."""

@@ -82,6 +82,7 @@ class RestoredEntries(ArchivedEntries):
         self._take_exact_entries(length)
 
     def idle(self, length: int | None) -> None:
+        self._archive.settle()
         if length is not None:
             for exact, regions in zip(self._sets, self._regions, strict=True):
                 positions = exact.positions(length)

@@ -141,6 +141,7 @@ class StreamedEntries(ArchivedEntries):
 
     def idle(self, length: int | None) -> None:
         assert self._ahead is None, "entries are out of their slots"
+        self._archive.settle()
         self._drop_room()
 
     def forget(self, at: int, length: int) -> None:

@@ -10,8 +10,12 @@ approximately. Source `recompute` keeps nothing: old entries are recomputed from
 `full` up to rounding, holds the bytes of `sink_window` between Generates, and costs a prefill of the whole history at
 each Generate.
 
+Source `drafter` keeps as many bytes of what the server's trained drafter reads of a position, its taps of the model's
+hidden states, and f_theta maps them to the entries of all layers. They are coded when their token is computed, so that
+the exact window has codes, too.
+
 Mode `hold` restores once and holds all entries while it generates. `stream` holds only a chunk of one layer, and
-decodes every archived position again in each step. It needs a source that is local in position, as `latent` is.
+decodes every archived position again in each step. It needs a source that is local in position: not `recompute`.
 `resident_latent_bytes` limits the latents on the device: older ones lie in the second tier, and are read from there
 when they are restored.
 
@@ -37,6 +41,7 @@ from inference_engine.kv.archives.latent import (
     exact_bytes_per_token,
 )
 from inference_engine.kv.archives.restorer import Recompute, Restorer
+from inference_engine.kv.archives.tapped import TappedLatent
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.parts.archived import ArchivedEntries
@@ -56,12 +61,19 @@ from inference_engine.kv.strategies.token_options import (
     require_window,
     trial_rank,
 )
-from inference_engine.kv.strategy import LATENT, LATENT_AND_COMPONENTS, KVStrategy, require
+from inference_engine.kv.strategy import (
+    F_THETA,
+    F_THETA_AND_COMPONENTS,
+    LATENT,
+    LATENT_AND_COMPONENTS,
+    KVStrategy,
+    require,
+)
 
 if TYPE_CHECKING:
     from inference_engine.kv.context import KVContext
 
-_SOURCES = ("latent", "recompute")
+_SOURCES = ("latent", "drafter", "recompute")
 # By mode, how an active session reads old entries.
 _MODES: dict[str, type[ArchivedEntries]] = {
     "hold": RestoredEntries,
@@ -81,7 +93,7 @@ class Restored(KVStrategy):
     sink: int = 4
     window: int = 1024
     source: str = "recompute"
-    bytes_per_token: int | None = None  # of the latent; None: a twentieth of the entries in bfloat16
+    bytes_per_token: int | None = None  # of a code; None: a twentieth of the entries in bfloat16
     mode: str = "hold"
     resident_latent_bytes: int | None = None  # on the device; older ones go to the second tier. None: no limit
     # Of mode `select`. Entries that a generated token may read; components, bits of each, positions that share a
@@ -102,12 +114,12 @@ class Restored(KVStrategy):
         )
         require(self.mode in _MODES, "mode", f"there is no mode {self.mode!r}; there are {', '.join(_MODES)}")
         require(
-            self.mode == "hold" or self.source == "latent",
+            self.mode == "hold" or self.has_codes,
             "mode",
             f"{self.mode} would be a prefill for each token with source {self.source}; use hold, or source latent",
         )
         if self.bytes_per_token is not None:
-            require(self.source == "latent", "bytes_per_token", f"has no meaning with source {self.source}")
+            require(self.has_codes, "bytes_per_token", f"has no meaning with source {self.source}")
             require(self.bytes_per_token >= 1, "bytes_per_token", f"must be ≥ 1, got {self.bytes_per_token}")
         if self.resident_latent_bytes is not None:
             limit = self.resident_latent_bytes
@@ -140,12 +152,19 @@ class Restored(KVStrategy):
             )
 
     @property
+    def has_codes(self) -> bool:
+        """Is there a code of each position, which its entries are restored from?"""
+        return self.source != "recompute"
+
+    @property
     def selects(self) -> bool:
         """Are tokens of choice restored, while they are read?"""
         return self.mode == "select"
 
     @property
     def calibrated(self) -> str:
+        if self.source == "drafter":
+            return F_THETA_AND_COMPONENTS if self.selects else F_THETA
         if self.selects:
             return LATENT_AND_COMPONENTS
         return LATENT if self.source == "latent" else ""
@@ -179,7 +198,7 @@ class Restored(KVStrategy):
         )
 
     def resolved(self, geometry: Geometry, *, has_components: bool = False) -> Restored:
-        if self.source != "latent":
+        if not self.has_codes:
             return self
         found = replace(self, bytes_per_token=self.bytes_per_token or default_bytes_per_token(geometry))
         if not self.selects:
@@ -228,7 +247,7 @@ class Restored(KVStrategy):
     def restorer(self) -> Restorer:
         if self.source == "recompute":
             return Recompute(_MODES[self.mode])
-        return Latent(
+        latent = Latent(
             _MODES[self.mode],
             self.bytes_per_token,
             self.resident_latent_bytes,
@@ -236,3 +255,7 @@ class Restored(KVStrategy):
             all_choose=self._all_choose,
             awake_bytes=self.awake_bytes,
         )
+        if self.source == "latent":
+            return latent
+        tile = self._chooser(0).shape.tile if self.selects else 0
+        return TappedLatent.like(latent, exact=self.window + tile)

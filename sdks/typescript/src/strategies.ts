@@ -53,7 +53,8 @@ export interface Restored {
   readonly kind: "restored";
   readonly sink?: number | undefined;
   readonly window?: number | undefined;
-  /** Source of restored entries: "recompute" from the token ids, "latent" from `bytesPerToken` stored for each. */
+  /** Source of restored entries: "recompute" from the token ids, "latent" from `bytesPerToken` stored for each,
+   * "drafter" from as many of what the server's drafter read of each. */
   readonly source?: string | undefined;
   readonly bytesPerToken?: number | undefined;
   /**

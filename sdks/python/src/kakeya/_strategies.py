@@ -112,12 +112,12 @@ class Restored(Strategy):
     """Keeps the KV entries of `SinkWindow`; each Generate restores the others and reads every position.
 
     source: "recompute" computes them again from the token ids, "latent" decodes `bytes_per_token` stored for each, if
-    the server supports it. mode: "hold" restores once and holds all of them during the Generate, "stream" decodes a
-    chunk at a time, for each token again, "select" only those that a generated token chooses, as `Gather` does. budget,
-    rank, bits, run: of "select", as for `Gather`; awake_bytes: decoded entries that it holds during the Generate;
-    appended: "all" lets appended tokens read everything, "select" lets each choose, too.
-    resident_latent_bytes: how much of the stored codes stays on the device. None leaves an option to the server. The
-    session ends at the model's trained positions.
+    the server supports it, "drafter" as many of what the server's drafter read of each. mode: "hold" restores once
+    and holds all of them during the Generate, "stream" decodes a chunk at a time, for each token again, "select" only
+    those that a generated token chooses, as `Gather` does. budget, rank, bits, run: of "select", as for `Gather`;
+    awake_bytes: decoded entries that it holds during the Generate; appended: "all" lets appended tokens read
+    everything, "select" lets each choose, too. resident_latent_bytes: how much of the stored codes stays on the
+    device. None leaves an option to the server. The session ends at the model's trained positions.
     """
 
     _arm: ClassVar[str] = "restored"

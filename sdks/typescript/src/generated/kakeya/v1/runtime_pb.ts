@@ -2178,15 +2178,16 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
   /**
    * Where evicted entries come back from. Absent or "recompute": computed again from the token ids, exact, at the price
    * of a prefill of the whole history. "latent": from a small latent kept of each evicted position, close to what they
-   * were; needs a server that has the codec for its model.
+   * were; needs a server that has the codec for its model. "drafter": from a code, as small, of what the server's drafter
+   * read of each position, less close; needs a server that has such a drafter, and f_theta for it.
    *
    * @generated from field: optional string source = 3;
    */
   source?: string | undefined;
 
   /**
-   * Bytes of the latent kept of each evicted position, at least 1. Only with the source "latent"; absent: a twentieth
-   * of the position's entries in bfloat16.
+   * Bytes of that latent or code, at least 1. Only with the sources "latent" and "drafter"; absent: a twentieth of the
+   * position's entries in bfloat16.
    *
    * @generated from field: optional uint32 bytes_per_token = 4;
    */
@@ -2194,8 +2195,8 @@ export type RestoredStrategy = Message<"kakeya.v1.RestoredStrategy"> & {
 
   /**
    * Absent or "hold": evicted entries are restored once for a Generate and held until it ends. "stream": they are
-   * decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; only
-   * with the source "latent". "select": as "stream" for appended tokens; a generated token chooses what it reads of them,
+   * decoded again for each token, a chunk of one layer at a time, so that the session never holds more than that; not
+   * with the source "recompute". "select": as "stream" for appended tokens; a generated token chooses what it reads of them,
    * and what it chooses is decoded and held for the next ones; needs components calibrated for the model, too. Appended
    * tokens can choose as well: `appended`.
    *
