@@ -47,28 +47,17 @@ class Ask(NamedTuple):
 
 
 def as_chat(messages: Sequence[Json], *, is_whole: bool = True, param: str = "messages") -> list[Json]:
-    """Messages of chat completions as templates take them; reasoning is theirs to show or leave out. Raises
-    InvalidMessages, and Refused for a result without a call before it. is_whole: they follow no answer that is kept.
-    param: the field that has them.
+    """Messages of chat completions as templates take them. Raises InvalidMessages, and Refused for a result without a
+    call before it. is_whole: they follow no answer that is kept. param: the field that has them.
     """
-    own = [(one.get("role") == "assistant" and one.get("reasoning_content")) or "" for one in messages]
-    said = [
-        {
-            **{name: value for name, value in one.items() if name != "reasoning_content"},
-            "content": one.get("content") or "",
-        }
-        if of
-        else one
-        for one, of in zip(messages, own, strict=True)
-    ]
-    shown, called = from_openai_messages(said), set[str]()
+    shown, called = from_openai_messages(messages), set[str]()
     for one in shown if is_whole else ():
         called |= {call["id"] for call in one.get("tool_calls", ())}
         if one["role"] == "tool" and one["tool_call_id"] not in called:
             raise Refused(
                 f"{one['tool_call_id']!r} is the result of a tool call that no earlier one makes", param=param
             )
-    return [{**one, **({"reasoning_content": of} if of else {})} for one, of in zip(shown, own, strict=True)]
+    return shown
 
 
 class Body(BaseModel):

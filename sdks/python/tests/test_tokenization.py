@@ -197,7 +197,8 @@ def test_openai_messages_become_what_templates_expect() -> None:
                 ],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "5"},
-            {"role": "user", "content": "Thanks.", "name": "ada"},
+            {"role": "assistant", "content": [], "reasoning_content": "It is five."},
+            {"role": "user", "content": "Thanks.", "name": "ada", "reasoning_content": None},
         ]
     ) == [
         {"role": "system", "content": "Be brief."},
@@ -210,6 +211,7 @@ def test_openai_messages_become_what_templates_expect() -> None:
             ],
         },
         {"role": "tool", "content": "5", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "", "reasoning_content": "It is five."},
         {"role": "user", "content": "Thanks.", "name": "ada"},
     ]
 
@@ -231,6 +233,8 @@ UNRENDERABLE: list[tuple[Any, str]] = [
     ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "messages[0].content[0]"),
     ({"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, "messages[0].content[1]"),
     ({"role": "user", "content": "a", "audio": {"id": "x"}}, "messages[0].audio"),
+    ({"role": "user", "content": "a", "reasoning_content": "b"}, "messages[0].reasoning_content"),
+    ({"role": "assistant", "content": "a", "reasoning_content": ["b"]}, "messages[0].reasoning_content"),
     ({"role": "tool", "content": "5"}, "messages[0].tool_call_id"),
     (call("{"), "messages[0].tool_calls[0].function.arguments"),
     (call("[1]"), "messages[0].tool_calls[0].function.arguments"),

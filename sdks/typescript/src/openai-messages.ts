@@ -10,7 +10,7 @@ const FIELDS: Readonly<Record<string, readonly string[]>> = {
   system: ["role", "content", "name"],
   developer: ["role", "content", "name"],
   user: ["role", "content", "name"],
-  assistant: ["role", "content", "name", "tool_calls"],
+  assistant: ["role", "content", "name", "tool_calls", "reasoning_content"],
   tool: ["role", "content", "name", "tool_call_id"],
 };
 
@@ -18,8 +18,9 @@ const FIELDS: Readonly<Record<string, readonly string[]>> = {
  * Messages in the format of the OpenAI chat API as the messages that chat templates expect.
  *
  * Roles system, developer (as system), user, assistant and tool. Content is text, or text parts, which are joined by
- * line ends. The JSON text of a tool call's arguments becomes an object. Throws InvalidMessages with the path of what
- * cannot be expressed: images and audio, unknown roles or fields, arguments that are not a JSON object.
+ * line ends. The JSON text of a tool call's arguments becomes an object. An assistant's `reasoning_content` stays, for
+ * the template to show or leave out. Throws InvalidMessages with the path of what cannot be expressed: images and audio,
+ * unknown roles or fields, arguments that are not a JSON object.
  */
 export function fromOpenAIMessages(messages: readonly unknown[]): Message[] {
   if (!Array.isArray(messages)) {
@@ -46,9 +47,11 @@ function convert(message: unknown, path: string): Message {
   }
   const calls = isEmpty(message["tool_calls"]) ? [] : message["tool_calls"];
   if (!Array.isArray(calls)) throw new InvalidMessages(`${path}.tool_calls`, `must be a list, got ${shown(calls)}`);
+  const thinks = !isEmpty(message["reasoning_content"]);
   return {
     role: role === "developer" ? "system" : role,
-    content: textOfContent(message["content"], `${path}.content`, calls.length > 0),
+    content: textOfContent(message["content"], `${path}.content`, calls.length > 0 || thinks),
+    ...(thinks ? { reasoning_content: requiredText(message, "reasoning_content", path) } : {}),
     ...(calls.length === 0 ? {} : { tool_calls: calls.map((call, n) => toolCall(call, `${path}.tool_calls[${n}]`)) }),
     ...(role === "tool" ? { tool_call_id: requiredText(message, "tool_call_id", path) } : {}),
     ...(isEmpty(message["name"]) ? {} : { name: requiredText(message, "name", path) }),
@@ -57,7 +60,8 @@ function convert(message: unknown, path: string): Message {
 
 function textOfContent(content: unknown, path: string, mayBeMissing: boolean): string {
   if (typeof content === "string") return content;
-  if ((content === null || content === undefined) && mayBeMissing) return "";
+  const isMissing = content === null || content === undefined || (Array.isArray(content) && content.length === 0);
+  if (isMissing && mayBeMissing) return "";
   if (!Array.isArray(content) || content.length === 0) {
     throw new InvalidMessages(path, `must be text or a list of text parts, got ${shown(content)}`);
   }

@@ -243,12 +243,14 @@ test("OpenAI's messages become what templates expect", () => {
     },
     { role: "assistant", content: null, tool_calls: [call], refusal: null, annotations: [] },
     { role: "tool", content: "2", tool_call_id: "c1" },
+    { role: "assistant", content: [], reasoning_content: "It is two." },
   ]);
   expect(rendered).toEqual([
     { role: "system", content: "Be brief." },
     { role: "user", content: "a\nb", name: "ann" },
     { role: "assistant", content: "", tool_calls: [{ ...call, function: { name: "add", arguments: { a: 1 } } }] },
     { role: "tool", content: "2", tool_call_id: "c1" },
+    { role: "assistant", content: "", reasoning_content: "It is two." },
   ]);
 });
 
@@ -260,6 +262,8 @@ test.each<[string, unknown]>([
   ["messages[0].content", [{ role: "user", content: null }]],
   ["messages[0].content[1]", [{ role: "user", content: [{ type: "text", text: "" }, { type: "image_url" }] }]],
   ["messages[0].audio", [{ role: "user", content: "", audio: { id: 1 } }]],
+  ["messages[0].reasoning_content", [{ role: "user", content: "", reasoning_content: "b" }]],
+  ["messages[0].reasoning_content", [{ role: "assistant", content: "", reasoning_content: ["b"] }]],
   ["messages[0].tool_call_id", [{ role: "tool", content: "" }]],
   ["messages[0].tool_calls", [{ role: "assistant", content: "", tool_calls: "add" }]],
   ["messages[0].tool_calls[0].id", [{ role: "assistant", tool_calls: [{ function: { name: "a", arguments: {} } }] }]],

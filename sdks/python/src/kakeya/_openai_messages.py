@@ -15,7 +15,7 @@ _FIELDS: dict[str, frozenset[str]] = {
     "system": frozenset({"role", "content", "name"}),
     "developer": frozenset({"role", "content", "name"}),
     "user": frozenset({"role", "content", "name"}),
-    "assistant": frozenset({"role", "content", "name", "tool_calls"}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", "reasoning_content"}),
     "tool": frozenset({"role", "content", "name", "tool_call_id"}),
 }
 
@@ -24,8 +24,9 @@ def from_openai_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages in the format of the OpenAI chat API as the messages that chat templates expect.
 
     Roles system, developer (as system), user, assistant and tool. Content is text, or text parts, which are joined by
-    line ends. The JSON text of a tool call's arguments becomes an object. Raises InvalidMessages with the path of what
-    cannot be expressed: images and audio, unknown roles or fields, arguments that are not a JSON object.
+    line ends. The JSON text of a tool call's arguments becomes an object. An assistant's `reasoning_content` stays, for
+    the template to show or leave out. Raises InvalidMessages with the path of what cannot be expressed: images and
+    audio, unknown roles or fields, arguments that are not a JSON object.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise InvalidMessages("messages", f"must be a list of messages, got {type(messages).__name__}")
@@ -42,11 +43,13 @@ def _convert(message: Message, path: str) -> dict[str, Any]:
         # Replies of the API carry fields that say nothing: `"refusal": null`, `"annotations": []`.
         if name not in _FIELDS[role] and value not in (None, [], {}, ""):
             raise InvalidMessages(f"{path}.{name}", f"cannot be expressed in a {role} message of a chat template")
-    calls = message.get("tool_calls") or []
+    calls, thought = message.get("tool_calls") or [], message.get("reasoning_content")
     rendered: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
-        "content": _text(message.get("content"), f"{path}.content", may_be_missing=bool(calls)),
+        "content": _text(message.get("content"), f"{path}.content", may_be_missing=bool(calls or thought)),
     }
+    if thought:
+        rendered["reasoning_content"] = _required_text(message, "reasoning_content", path)
     if calls:
         rendered["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{n}]") for n, call in enumerate(calls)]
     if role == "tool":
@@ -59,7 +62,7 @@ def _convert(message: Message, path: str) -> dict[str, Any]:
 def _text(content: object, path: str, *, may_be_missing: bool) -> str:
     if isinstance(content, str):
         return content
-    if content is None and may_be_missing:
+    if content in (None, []) and may_be_missing:
         return ""
     if not isinstance(content, Sequence) or not content:
         raise InvalidMessages(path, f"must be text or a list of text parts, got {content!r}")

@@ -88,7 +88,7 @@ class SessionBase:
     @property
     def prefill_tokens(self) -> int | None:
         """Of a fork or a rewound session: how many tokens its first Generate prefills at most, if nothing is appended
-        before. It is fewer where a copy in a file has K/V of some, or another session is prefilled first that begins so.
+        before: fewer where a copy in a file has K/V of some, or another session is prefilled first that begins so.
 
         None: it is neither, or the server is older.
         """
