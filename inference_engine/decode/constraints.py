@@ -208,7 +208,7 @@ class Constraints:
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
         try:
             longest = longest_literal(constraint.kind, constraint.source)
-            reason = misread(constraint.source) if constraint.kind is ConstraintKind.JSON_SCHEMA else ""
+            reason = misread(constraint.kind, constraint.source)
         except (ValueError, RecursionError) as error:
             raise InvalidConstraint(f"{constraint.kind.value}: {first_line(str(error))}") from error
         if reason:

@@ -4,7 +4,8 @@ llguidance finds all that must follow a place at once, under Python's lock: some
 not seen, 0.1 µs for one of a text that is repeated. Its limits count lexemes, not bytes. So what a place can cost
 follows from the longest text and the number of lexemes.
 
-It reads numbers as float64, whole bounds as int64 then, and counts properties by their places.
+It reads numbers as float64, whole bounds as int64 then, and counts properties by their places. In a regular expression
+a line break is a text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from inference_engine.types import ConstraintKind
 _UNREAD = frozenset({"title", "description", "$comment", "default", "examples"})  # of a schema: no output has them
 _DATA = frozenset({"const", "enum"})
 _BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_VERBOSE = re.compile(r"\(\?[a-zA-Z]*x")
 _LEAST, _MOST = -(2**63), 2**63 - 1
 # Of Lark: comments, texts, regular expressions; of those what no sign ends. A text has no line break.
 _LARK = re.compile(r'//[^\n]*|"((?:\\.|[^"\\\n])*)"|/((?:\\.|[^/\\\n])+)/')
@@ -55,9 +57,15 @@ def _longest_of_schema(schema: Any) -> int:
     return longest
 
 
-def misread(source: str) -> str:
-    """What of a JSON schema would be something else, and what to say in its place; "" for nothing. Raises as
+def misread(kind: ConstraintKind, source: str) -> str:
+    """What would be taken for something else, and what to say in its place; "" for nothing. Raises as
     `longest_literal`."""
+    if kind is ConstraintKind.REGEX and "\n" in source and _VERBOSE.search(source):
+        return "with (?x) it has to be on one line"
+    return _misread_of_schema(source) if kind is ConstraintKind.JSON_SCHEMA else ""
+
+
+def _misread_of_schema(source: str) -> str:
     left: list[tuple[Any, bool]] = [(json.loads(source), True)]
     while left:
         value, is_schema = left.pop()

@@ -92,6 +92,7 @@ REFUSED = {
     "of a reference that is not there": (ConstraintKind.JSON_SCHEMA, {"$ref": "#/$defs/none"}),
     "no regex": (ConstraintKind.REGEX, "("),
     "a regex that matches nothing": (ConstraintKind.REGEX, r"[^\s\S]"),
+    "a regex whose line breaks are no text": (ConstraintKind.REGEX, "(?x) a b # two letters\n c"),
     "a regex of the empty text alone": (ConstraintKind.REGEX, "()"),
     "no grammar": (ConstraintKind.LARK, "start"),
     "a grammar that names nothing": (ConstraintKind.LARK, "start: missing"),
