@@ -218,6 +218,8 @@ class StepGraphs:
         plan = step.plan
         if not plan.is_numbers_only and not (self._has_views and plan.is_causal):
             return False
+        if plan.records and self._followers.ranks > 1:
+            return False  # ranks record at the start, and know no other kinds
         if self._attend_chunks is not None and plan.views > CHUNKS[-1]:
             return False
         if step.tap_layers not in self._taps or len(step.logit_queries) > MOST_LOGITS:

@@ -143,6 +143,7 @@ class TorchForward:
             token_quantum=token_quantum,
             key_quantum=key_quantum,
             holds_restored=False,
+            is_split=not self._is_whole,
             segments_at_once=_SEGMENTS_AT_ONCE if is_fast else 1,
             segments_in_a_chunk=_SEGMENTS_IN_A_CHUNK if is_fast else SEGMENTS_IN_A_CHUNK,
         )
@@ -349,7 +350,13 @@ class TorchForward:
         parts, count = (step.token_ids, plan.rotary_positions, kept_queries), len(step.token_ids)
         if not self._is_whole:
             views = () if plan.is_numbers_only else tuple(CausalSpan.of(span) for span in plan.spans)
-            shape = StepShape(tokens=count, kept=len(kept_queries), has_chunks=plan.has_chunks, views=views)
+            shape = StepShape(
+                tokens=count,
+                kept=len(kept_queries),
+                has_chunks=plan.has_chunks,
+                reads=plan.tables.reads,
+                views=views,
+            )
             self.followers.compute(shape, (*parts[1:], plan.numbers.all))
         numbers = on_device(np.concatenate(parts, dtype=np.int64), self.device)
         ids, positions, kept = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
@@ -382,6 +389,7 @@ class TorchForward:
             context.pool,
             self._ops.attend_ragged,
             tokens=tokens,
+            reads=shape.reads,
             has_chunks=shape.has_chunks,
         )
         own = numbers[:tokens]

@@ -237,6 +237,7 @@ class Geometry:
     joins_segments: may appended tokens of two segments share a step, where they read old entries chunk by chunk? These
     are then restored once for both (`kv/parts/streamed.py`).
     holds_restored: do chosen entries stay restored between steps? Not on a device that restores a choice in each.
+    is_split: have several devices a part of the KV heads each? Then queries read by plan numbers, or causal views.
     short_positions: a session of at most so many positions rotates by a table of its own, SHORT_ROTARY in place of
     ONE_ROTARY (LongRoPE, Ding et al. 2024, section 3.3); None: one table serves all. Rotated keys of the two cannot be
     read together, so a session's limit chooses, not its length. is_endless: can positions lie past the trained ones?
@@ -257,6 +258,7 @@ class Geometry:
     segments_in_a_chunk: int = SEGMENTS_IN_A_CHUNK
     joins_segments: bool = False
     holds_restored: bool = True
+    is_split: bool = False
     # Worked out once: every step asks for them. alignment: elements that allocations are multiples of; any vector, and
     # a word of 32 bytes, can begin there.
     alignment: int = field(init=False, repr=False, compare=False)

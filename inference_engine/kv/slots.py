@@ -24,6 +24,23 @@ from inference_engine.kv.numbers import Indexes, RegionLines, as_slice, places_o
 from inference_engine.kv.views import ChunkView, EntrySource, Moved, Portion, Region, StagedQueries, StepReads
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionPlaces:
+    """Where the regions of a set of layers are, on all ranks alike: for work that each of them does (`Mirror.done`).
+
+    starts: first buffer vector of each layer's regions.
+    """
+
+    layer_set: LayerSet
+    layout: Layout
+    starts: tuple[int, ...]
+
+    def slots(self, context: KVContext) -> LayerSlots:
+        """With the memory of this rank, and a table of its own."""
+        starts = np.array(self.starts, dtype=np.int64)
+        return LayerSlots(context=context, layer_set=self.layer_set, layout=self.layout, starts=starts)
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class LayerSlots:
     """The regions of a set of layers. `held` says which position each slot holds, -1 for none.
@@ -72,6 +89,10 @@ class LayerSlots:
     def buffer(self) -> KVBuffer:
         return self.context.pool.buffers[self.layer_set.layers[0]]
 
+    @property
+    def places(self) -> RegionPlaces:
+        return RegionPlaces(layer_set=self.layer_set, layout=self.layout, starts=tuple(self.starts.tolist()))
+
     def region_offsets(self, slots: Positions) -> NDArray[np.int64]:
         """Offsets of `slots` in every head from a layer's start: [slots · Hkv]."""
         return (slots[:, None] + self._heads).reshape(-1)
@@ -99,7 +120,7 @@ class LayerSlots:
 
     def read_entries(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """Keys, rotated at their own positions, and values of `positions`: [layers, n, Hkv, D] each, of all ranks."""
-        return self._read(positions, self._gather_all)
+        return self._read(positions, self.gather_all)
 
     def read_own(self, positions: Positions) -> tuple[Tensor, Tensor]:
         """The same of this rank alone."""
@@ -115,7 +136,7 @@ class LayerSlots:
 
         The positions ascend. The heads are those of all ranks.
         """
-        self._write(positions, keys, values, self._put_all)
+        self._write(positions, keys, values, self.put_all)
 
     def write_own(self, positions: Positions, keys: Tensor, values: Tensor) -> None:
         """The same of this rank alone."""
@@ -306,7 +327,7 @@ class LayerSlots:
             for layers, views in self._views(states, first, first + count):
                 views.copy_(fresh[layers, place : place + count].transpose(1, 2))
 
-    def _gather_all(self, states: Tensor, slots: Positions) -> Tensor:
+    def gather_all(self, states: Tensor, slots: Positions) -> Tensor:
         """As `gather`, with the heads of all ranks, one rank's behind the other's."""
         if (mirror := self.context.pool.mirror) is None:
             return self.gather(states, slots)
@@ -317,8 +338,8 @@ class LayerSlots:
                 found[layers, some, rank] = part.transpose(1, 2)
         return found.flatten(2, 3)
 
-    def _put_all(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
-        """The inverse of `_gather_all`."""
+    def put_all(self, states: Tensor, slots: Positions, fresh: Tensor) -> None:
+        """The inverse of `gather_all`."""
         if (mirror := self.context.pool.mirror) is None:
             self.put(states, slots, fresh)
             return

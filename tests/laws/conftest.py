@@ -180,7 +180,9 @@ def _can_be(item: pytest.Item) -> bool:
 
 
 def _runs_on_ranks(item: pytest.Item, strategy: object) -> bool:
-    return isinstance(strategy, KVStrategy) and item.path.name in ON_RANKS and strategy.name in STRATEGIES
+    if not isinstance(strategy, KVStrategy) or strategy.calibrated:
+        return False
+    return item.path.name in ON_RANKS and strategy.name in STRATEGIES
 
 
 def _has_edges(strategy: object) -> bool:

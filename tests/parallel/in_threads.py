@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -77,7 +78,8 @@ class InThread(Leader):
     def _send(self, name: str, *arguments: object, numbers: Sequence[Numbers] = ()) -> None:
         self.sent.append(name)
         flat = [part.reshape(-1) for part in numbers]
-        self.queue.put((name, arguments, np.concatenate(flat) if flat else np.zeros(0, np.int64)))
+        sent = pickle.loads(pickle.dumps(arguments))  # as through a pipe
+        self.queue.put((name, sent, np.concatenate(flat) if flat else np.zeros(0, np.int64)))
 
     def failure(self) -> str:
         return self._failed if self.error is None else str(self.error)

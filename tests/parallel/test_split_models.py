@@ -34,7 +34,7 @@ from inference_engine.models.seam import ATTENTION
 from inference_engine.types import Finished, GenerateParams, Mode, Sampling
 from kv_cache_proposer.ngram import NgramDrafter
 from tests.backends.test_families import SIZES, write_model
-from tests.facade import copies_known, save_copies
+from tests.facade import copies_known, drop_entries, save_copies
 from tests.further import further
 from tests.kept import after_a_kill, keeping, saved
 from tests.laws.variants import drain, generate, same, text, tokens
@@ -65,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "glm4_moe": {**_EXPERTS, "n_routed_experts": 4, "head_dim": 16, "n_group": 1, "topk_group": 1, "use_qk_norm": True},
 }
+GATHER = "gather:block=4,sink=4,window=16,budget=32"
 # A bias of each product, a table of angles by length, norms and windows of its own, experts beside a shared one.
 FIRST = ("llama", "longrope", "gemma3_text", "qwen2_moe")
 
@@ -218,6 +219,23 @@ def test_long_chunks_read_by_views_that_all_ranks_make(
     assert set(read) == ({0, 1, 2} if strategy == "full" else set())
 
 
+def test_tokens_that_choose_read_numbers_however_many_are_computed_again(
+    folder: Path, ranks: TorchForward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that a session has generated are, in long chunks, when it goes on after its K/V was dropped."""
+    monkeypatch.setattr(plan, "MOST_RAGGED_TOKENS", 8)
+    found = []
+    for forward in (opened_whole(folder / "model", folder / "cache", monkeypatch), ranks):
+        with Engine(forward, EngineConfig(**SMALL)) as engine:
+            session = engine.create_session(strategy=parse_strategy(GATHER)).session_id
+            engine.append(session, text(30))
+            generate(engine, session, 60)
+            drop_entries(engine, session)
+            engine.append(session, text(5, seed=4))
+            found.append(tokens(drain(engine.generate(session, GenerateParams(max_tokens=12)))))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("share", [True, further(False)], ids=["shared", "copied"])
 @pytest.mark.parametrize(
     "strategy",
@@ -225,6 +243,7 @@ def test_long_chunks_read_by_views_that_all_ranks_make(
         "full",
         "sink_window:sink=4,window=16",
         "full:codec=lloyd4,exact_window=8",
+        GATHER,
         *map(
             further,
             (
@@ -255,6 +274,8 @@ def test_other_strategies_are_refused_by_name(ranks: TorchForward) -> None:
             if name not in STRATEGIES:
                 with pytest.raises(InvalidArgument, match="not with tensor_parallel yet"):
                     engine.create_session(strategy=parse_strategy(name))
+        with pytest.raises(InvalidArgument, match="components are not there with tensor_parallel"):
+            engine.create_session(strategy=parse_strategy("gather:scorer=components"))
 
 
 @pytest.mark.parametrize(
@@ -314,6 +335,7 @@ def test_a_step_that_fails_on_the_first_rank_is_the_last(folder: Path, monkeypat
         "full",
         "sink_window:sink=4,window=16",
         "full:codec=lloyd4,exact_window=8",
+        GATHER,
         *map(
             further,
             (

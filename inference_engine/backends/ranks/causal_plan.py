@@ -11,6 +11,7 @@ from torch import Tensor
 
 from inference_engine.kernels.attention import CausalAttention
 from inference_engine.kernels.expanded_attention import OwnQueries
+from inference_engine.kernels.reads import StagedRead
 from inference_engine.kv.numbers import StepTables
 from inference_engine.kv.views import CausalView, Region, Scoring, StagedQueries
 
@@ -36,11 +37,12 @@ class CausalSpan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
     """A step that is not recorded, beside its numbers: how many tokens it has, of how many logits are computed, whether
-    sessions have several tokens, and views of its sessions, if some read by views."""
+    sessions have several tokens, how queries read that choose, and views of its sessions, if some read by views."""
 
     tokens: int
     kept: int
     has_chunks: bool
+    reads: tuple[StagedRead, ...]
     views: tuple[CausalSpan, ...]
 
 

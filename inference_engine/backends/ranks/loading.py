@@ -20,8 +20,8 @@ from inference_engine.kv.strategies import strategy_names
 from inference_engine.models import LoadedModel
 from inference_engine.models.seam import ATTENTION
 
-# Whose queries read plan numbers, and which write to the pool nothing but what a step writes, or moves of it.
-STRATEGIES = ("full", "sink_window", "layer_window")
+# Whose queries read plan numbers, and which write to the pool what a step writes, moves of it, or work of each rank.
+STRATEGIES = ("full", "sink_window", "layer_window", "gather")
 
 
 def open_ranks(config: ModelConfig, admitted: Admitted) -> TorchForward:

@@ -30,9 +30,9 @@ from inference_engine.kv.archives.restorer import Archive, ArchivedPart, EntryBl
 from inference_engine.kv.compressor import KVCompressor
 from inference_engine.kv.context import CodedPlaces, KVContext
 from inference_engine.kv.geometry import EntryShape, Geometry
-from inference_engine.kv.layout import Layout, Positions
+from inference_engine.kv.layout import Positions
 from inference_engine.kv.memory.pool import Demand, Mirror, Run
-from inference_engine.kv.slots import LayerSlots, evenly_apart, neighbours
+from inference_engine.kv.slots import LayerSlots, RegionPlaces, evenly_apart, neighbours
 
 _ALIGNED = 16  # bytes, at which codes begin
 
@@ -358,8 +358,7 @@ class _CodedGroup:
             compressor=self._compressor,
             kept=self._kept,
             starts=self._starts,
-            layout=slots.layout,
-            regions=tuple(slots.starts.tolist()),
+            regions=slots.places,
             positions=positions,
         )
 
@@ -431,14 +430,13 @@ class _CodedGroup:
 class _CodedWork:
     """What each rank does with its own heads of one set of layers, all of whose places are the same there.
 
-    starts: of the layers' codes, in the pool. layout, regions: of their regions, and where each layer's begin.
+    starts: of the layers' codes, in the pool.
     """
 
     compressor: KVCompressor
     kept: KeptLayers
     starts: tuple[int, ...]
-    layout: Layout
-    regions: tuple[int, ...]
+    regions: RegionPlaces
     positions: Positions
 
     def begin(self, context: KVContext) -> None:
@@ -451,18 +449,14 @@ class _CodedWork:
         return extremes(block.keys, block.values)
 
     def restore(self, context: KVContext) -> None:
-        block, slots = self._group(context).restore(self.positions), self._slots(context)
+        block, slots = self._group(context).restore(self.positions), self.regions.slots(context)
         slots.write_own(self.positions, slots.moved(block.keys, self.positions), block.values)
 
     def _group(self, context: KVContext) -> _CodedGroup:
         return _CodedGroup(self.compressor, context, self.kept, self.starts)
 
-    def _slots(self, context: KVContext) -> LayerSlots:
-        starts = np.array(self.regions, dtype=np.int64)
-        return LayerSlots(context=context, layer_set=self.kept.layers, layout=self.layout, starts=starts)
-
     def _block(self, context: KVContext) -> EntryBlock:
-        slots = self._slots(context)
+        slots = self.regions.slots(context)
         return EntryBlock.read(slots, self.positions, slots.read_own(self.positions))
 
 

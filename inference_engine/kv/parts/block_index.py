@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,14 @@ from inference_engine.kernels.bounds import block_bounds, bounds_scores
 from inference_engine.kernels.gather import Always, always_read, distant_blocks, gather_attend, select
 from inference_engine.kernels.reads import SINK, BlockRead
 from inference_engine.kernels.topk import Largest
+from inference_engine.kv.context import KVContext
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerSet, Layout, Positions
 from inference_engine.kv.memory.pool import KVBuffer
 from inference_engine.kv.numbers import Numbers, most_blocks
 from inference_engine.kv.part import Held, Need, Saved
 from inference_engine.kv.parts.layer_part import LayerMechanism, LayerPart
-from inference_engine.kv.slots import LayerSlots
+from inference_engine.kv.slots import LayerSlots, RegionPlaces
 from inference_engine.kv.views import Region, Scoring, StagedQueries, StepReads, View
 
 _MOST_SELECTING_QUERIES = 32
@@ -94,6 +96,8 @@ class BlockIndex(LayerPart):
             return False  # it knows no other places of summaries
         if queries.has_appended and step.attends_in_one_order:
             return False  # these have the order of views
+        if step.geometry.is_split:
+            return True  # other ranks know no such views
         is_few = int(np.count_nonzero(queries.generated)) <= _MOST_SELECTING_QUERIES
         return is_few and self._slots.layout.blocks <= most_blocks(step.geometry)
 
@@ -147,21 +151,14 @@ class BlockIndex(LayerPart):
         )
 
     def commit(self, before: int, length: int, rejected: Positions) -> None:
-        slots, block = self._slots, self._selector.block
-        whole = np.arange(before // block, length // block, dtype=np.int64)
-        if not len(whole):
+        first, last = before // self._selector.block, length // self._selector.block
+        if first == last:
             return
-        entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
-        keys = slots.gather(slots.buffer.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
-        low, high = block_bounds(keys, self._selector.block)
-        for (states, first), summary in zip(self._summaries, (low, high), strict=True):
-            slots.put(states, first + whole, summary.transpose(1, 2))
-
-    @property
-    def _summaries(self) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
-        """Where the lower ends lie, and the upper ones: states of the buffer, and the slot of the first block's."""
-        layout, buffer = self._slots.layout, self._slots.buffer
-        return (buffer.keys, layout.summaries_from), (_highs(buffer), layout.highs_from)
+        mirror, context = self._slots.context.pool.mirror, self._slots.context
+        if mirror is None:
+            _summarise(self._slots, self._selector.block, first, last)
+        else:
+            mirror.done(partial(_summarise_there, self._slots.places, self._selector.block, first, last), context)
 
     # -- as a whole ------------------------------------------------------------------------------------------------
 
@@ -171,20 +168,20 @@ class BlockIndex(LayerPart):
     def _saved(self, length: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The summaries of all blocks, [layers, B, Hkv, D] each."""
         blocks = self._blocks(length)
-        (lows, first), (highs, behind) = self._summaries
-        yield self._slots.gather(lows, first + blocks), self._slots.gather(highs, behind + blocks)
+        (lows, first), (highs, behind) = _summaries(self._slots)
+        yield self._slots.gather_all(lows, first + blocks), self._slots.gather_all(highs, behind + blocks)
 
     def load(self, length: int, saved: Saved) -> None:
         for pair in saved["block_index"]:
-            for (states, first), summary in zip(self._summaries, pair, strict=True):
-                self._slots.put(states, first + self._blocks(length), summary)
+            for (states, first), summary in zip(_summaries(self._slots), pair, strict=True):
+                self._slots.put_all(states, first + self._blocks(length), summary)
 
     def can_rewind(self, at: int, length: int) -> bool:
         return True
 
     def forget(self, at: int, length: int) -> None:
         blocks = self._blocks(length)[at // self._selector.block :]
-        for first in {first for _, first in self._summaries}:
+        for first in {first for _, first in _summaries(self._slots)}:
             self._slots.wipe(first + blocks)
 
     def report(self, held: Held, length: int, end: int) -> None:
@@ -194,6 +191,25 @@ class BlockIndex(LayerPart):
     def _blocks(self, length: int) -> Positions:
         """All whole blocks."""
         return np.arange(length // self._selector.block, dtype=np.int64)
+
+
+def _summarise_there(places: RegionPlaces, block: int, first: int, last: int, context: KVContext) -> None:
+    _summarise(places.slots(context), block, first, last)
+
+
+def _summarise(slots: LayerSlots, block: int, first: int, last: int) -> None:
+    """The blocks from number `first` to `last`, from their keys."""
+    whole = np.arange(first, last, dtype=np.int64)
+    entries = slots.layout.slots((whole[:, None] * block + np.arange(block)).reshape(-1))
+    keys = slots.gather(slots.buffer.keys, entries).transpose(1, 2)  # [layers, Hkv, n · block, D]
+    for (states, place), summary in zip(_summaries(slots), block_bounds(keys, block), strict=True):
+        slots.put(states, place + whole, summary.transpose(1, 2))
+
+
+def _summaries(slots: LayerSlots) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
+    """Where the lower ends lie, and the upper ones: states of the buffer, and the slot of the first block's."""
+    layout, buffer = slots.layout, slots.buffer
+    return (buffer.keys, layout.summaries_from), (_highs(buffer), layout.highs_from)
 
 
 def _highs(buffer: KVBuffer) -> Tensor:

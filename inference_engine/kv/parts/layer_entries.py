@@ -197,6 +197,8 @@ class LayerEntries(LayerSlots, Part):
 
         The others are the most of a long chunk, and read by a causal view.
         """
+        if step.geometry.is_split and self.parts and queries.has_generated:
+            return len(queries.positions)  # however many, for ranks have numbers alone where some choose
         is_long = queries.end - queries.first > step.most_queries
         if not step.attends_together or (is_long and (self.reads_causally or not step.has_causal_views_only)):
             return 0

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from inference_engine.kernels.components import IndexShape
+from inference_engine.kernels.gather import MOST_BLOCKS
 from inference_engine.kv.geometry import Geometry
 from inference_engine.kv.layout import LayerRule
 from inference_engine.kv.parts.block_index import BlockSelector
@@ -137,6 +138,10 @@ class Gather(KVStrategy):
             page_tokens=page,
         )
         require_window(self.window, geometry)
+        if geometry.is_split:
+            require(not self.by_tokens, "scorer", "components are not there with tensor_parallel yet; choose bounds")
+            least = -(-room // MOST_BLOCKS)
+            require(block >= least, "block", f"must be ≥ {least} with tensor_parallel, got {block}", least=least)
         if self.by_tokens:
             require_rank(self.rank, geometry)
 
@@ -144,6 +149,7 @@ class Gather(KVStrategy):
         scorer = self.scorer
         if scorer is None:
             asks_for_blocks, asks_for_tokens = self.block is not None, (self.rank, self.bits, self.run) != (None,) * 3
+            has_components &= not geometry.is_split
             scorer = "components" if asks_for_tokens or (has_components and not asks_for_blocks) else "bounds"
         found = replace(self, scorer=scorer)
         if not found.by_tokens:
