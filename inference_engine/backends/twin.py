@@ -199,7 +199,7 @@ def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
         logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
         raise ModelError(
             f"{kind.__name__} is not served: a small twin of it {_FAILED[what]}. Its kind of attention, or of "
-            f"configuration, is one that the runtime does not know: {reason_of(error)} (log level DEBUG has the "
+            f"configuration, is one that the runtime does not know{reason_of(error)} (log level DEBUG has the "
             "details)"
         ) from error
 

@@ -60,6 +60,7 @@ _MORE_TEMPLATES = "additional_chat_templates/"
 _OURS = ("manifest.json",)
 
 _MOST_SAID = 240
+_OF_CLASSES, _OF_TYPES = re.compile(r"\b\w+(?:Error|Exception): "), re.compile(r"got \w+ \(value: (.{,80}?)\)")
 UNFIT = "transformers cannot load these weights with this configuration"
 
 # A configuration is kilobytes, an index of shards a few megabytes.
@@ -383,13 +384,19 @@ def refused_as(says: str) -> Iterator[None]:
         raise
     except Exception as error:
         logger.debug("%s", says, exc_info=True)
-        raise ModelError(f"{says}: {reason_of(error)} (log level DEBUG has the details)") from error
+        raise ModelError(f"{says}{reason_of(error)} (log level DEBUG has the details)") from error
 
 
 def reason_of(error: Exception) -> str:
-    """What a library says, in a line: it may quote a file, so characters that a terminal would obey are escaped."""
+    """What a library says of a field or a value of a file, with a colon before it; "" of what is about its own code.
+
+    In a line, and characters that a terminal would obey are escaped: it may quote the file.
+    """
     said = repr(" ".join(str(error).split()))[1:-1]
-    return f"{type(error).__name__}: {said if len(said) <= _MOST_SAID else f'{said[:_MOST_SAID]}…'}"
+    if not isinstance(error, KeyError) and "alidation error" not in said:
+        return ""
+    said = _OF_CLASSES.sub("", _OF_TYPES.sub(r"got \1", said))
+    return f": {said if len(said) <= _MOST_SAID else f'{said[:_MOST_SAID]}…'}"
 
 
 def _may_be_missed(name: str) -> bool:
