@@ -157,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
             bytes_per_token=args.bytes_per_token or 2 * default_bytes_per_token(geometry),
             group_layers=args.group_layers,
             importances=importances,
-            kernels=model.torch_kernels,
+            kernels=model.kernels,
             shrinkage=_SHRINKAGE,
             advance=partial(progress.advance, task),
         )
