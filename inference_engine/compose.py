@@ -19,7 +19,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -460,6 +460,15 @@ def find_f_theta(model: ModelConfig, forward: Forward, drafter: Drafter | None) 
             "one for it with `kakeya train f-theta` and start the server again"
         )
     return codec, ""
+
+
+def find_f_theta_alone(model: ModelConfig, forward: Forward) -> tuple[LateTapCodec | None, str]:
+    """As `find_f_theta`, where no drafter runs: of the one that the settings name, or the model's trained one."""
+    checked = check_model(model.model, cache=model.cache_path)
+    if not f_theta_folder(checked.model_id, model.cache_path).is_dir():
+        return None, ""
+    named = replace(model, drafter="trained") if model.drafter == "auto" else model
+    return find_f_theta(named, forward, find_drafter(named, forward))
 
 
 # -- components of keys ------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,6 +127,19 @@ class LateTapCodec(_Late[DrafterLatent, StatedTapCodec]):
     @property
     def digest(self) -> str:
         return self._stated.tensors_sha256
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What identifies it in a record."""
+        manifest = self._stated.manifest
+        return {
+            "tensors_sha256": self.digest,
+            "bytes_per_token": self.bytes_per_token,
+            "drafter_sha256": self.drafter_digest,
+            "calibration_tokens": manifest.calibration_tokens,
+            "recipe": {name: value for name, value in manifest.recipe.items() if not isinstance(value, dict)},
+            "seeds": dict(manifest.seeds),
+        }
 
     @property
     def drafter_digest(self) -> str:

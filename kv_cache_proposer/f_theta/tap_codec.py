@@ -28,8 +28,10 @@ from kv_cache_proposer.f_theta.codec_errors import LatentError
 from kv_cache_proposer.f_theta.importance import Importances, regularised
 from kv_cache_proposer.f_theta.tap_statistics import TapStatistics
 
-# Of the variance of each number that taps give: how much is added to it before they are inverted.
-RIDGE = 1e-3
+# Of the variance of each number that taps give: how much is added to it before they are inverted. On 14,336 tokens and
+# SmolLM2 0.134 · 0.129 · 0.126 · 0.130 of text held out is lost at 1e-3 · 1e-2 · 3e-2 · 1e-1; on 32,768 0.116 · 0.115 ·
+# 0.115 · 0.122.
+RIDGE = 1e-2
 # Directions whose share of the largest variance is smaller are rounding.
 _LEAST = 1e-9
 

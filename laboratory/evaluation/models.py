@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference_engine.compose import drafter_identity, find_drafter, open_backend
+from inference_engine.compose import drafter_identity, find_drafter, find_f_theta_alone, open_backend
 from inference_engine.config import EngineConfig, ModelConfig, configure_threads_environment, forbid_model_hub
 from inference_engine.errors import ModelError
 from inference_engine.models import check_model, tokenizer_folder, weights_digest
@@ -45,6 +45,7 @@ class Target:
     weights_sha256: str
     latent: TokenCodec | None = None
     latent_identity: Mapping[str, Any] = field(default_factory=dict)
+    f_theta_identity: Mapping[str, Any] = field(default_factory=dict)
     components: ModelComponents | None = None
     components_identity: Mapping[str, Any] = field(default_factory=dict)
     find_drafter: FindDrafter = find_drafter
@@ -77,6 +78,7 @@ class Target:
             **described(self.engine, self.model),
             "weights_sha256": self.weights_sha256,
             **({} if self.latent is None else {"latent": dict(self.latent_identity)}),
+            **({"f_theta": dict(self.f_theta_identity)} if self.f_theta_identity else {}),
             **({} if self.components is None else {"components": dict(self.components_identity)}),
         }
 
@@ -130,7 +132,15 @@ def open_target(
     from inference_engine.engine import Engine
 
     forward = open_backend(model)
-    with Engine(forward, engine, latent=latent, components=components) as running:
+    f_theta, why_no_f_theta = find_f_theta_alone(model, forward)
+    with Engine(
+        forward,
+        engine,
+        latent=latent,
+        f_theta=f_theta,
+        why_no_f_theta=why_no_f_theta,
+        components=components,
+    ) as running:
         yield Target(
             engine=running,
             forward=forward,
@@ -140,6 +150,7 @@ def open_target(
             weights_sha256=weights_digest(checked),
             latent=latent,
             latent_identity=latent_identity or {},
+            f_theta_identity={} if f_theta is None else f_theta.identity,
             components=components,
             components_identity=components_identity or {},
             find_drafter=find_drafter,

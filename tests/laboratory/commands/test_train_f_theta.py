@@ -21,6 +21,7 @@ from inference_engine.types import Finished, GenerateParams
 from kv_cache_proposer.dflash.drafter_files import save_drafter
 from kv_cache_proposer.f_theta.tap_codec_files import MANIFEST, TENSORS
 from kv_cache_proposer.stored import StoredManifest
+from laboratory.evaluation.models import open_target
 from tests.kv_cache_proposer.drafter_cases import tiny_config, tiny_network
 from tests.laws.variants import drain, text, tokens
 
@@ -76,6 +77,15 @@ def test_a_server_restores_by_it_and_rejected_drafts_leave_nothing(model: ModelC
             assert isinstance(done, Finished) and done.restored_positions > 150
             answers.append(tokens(events))
     assert answers[0] == answers[1] and len(answers[0]) == 40
+
+
+def test_evaluations_have_it_beside_the_latent_and_say_whose_it_is(model: ModelConfig) -> None:
+    config = EngineConfig(kv_bytes=2**24, segment_tokens=16, page_tokens=4)
+    with open_target(replace(model, drafter="auto", backend="auto"), config) as target:
+        target.engine.create_session(strategy=STRATEGY)
+        identity = target.describe()["f_theta"]
+    assert identity["drafter_sha256"] == target.drafter_identity("trained")["tensors_sha256"]
+    assert identity["bytes_per_token"] == BYTES
 
 
 def test_what_a_server_lacks_is_said_with_the_way_out(model: ModelConfig, tmp_path: Path) -> None:
