@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from scripts.set_up import Run, Task, tasks
+from scripts.test_ranges import asked, floor
 
 ROOT = Path(__file__).resolve().parents[1]
 # What torch brings where an index has a build for GPUs: no pin is for those.
@@ -52,6 +54,44 @@ def test_the_pins_for_running_are_what_both_projects_ask_for_and_bring() -> None
     if sys.platform == "darwin":
         asked += [Requirement(each) for each in read[0]["optional-dependencies"]["mlx"]]
     assert brought(asked) == pins("requirements.txt").keys()
+
+
+def names_imported(root: Path) -> dict[str, set[str]]:
+    """Packages that code there imports, with the files that do."""
+    found: dict[str, set[str]] = {}
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                modules = [node.module]
+            for module in modules:
+                found.setdefault(module.partition(".")[0], set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_every_package_that_the_runtime_imports_is_asked_for() -> None:
+    """Not only brought by another one, which may do without it tomorrow."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    every = (*project["dependencies"], *(each for some in project["optional-dependencies"].values() for each in some))
+    asked = {canonicalize_name(Requirement(each).name) for each in every}
+    ours = ("inference_engine", "kakeya_gateway", "kv_cache_proposer")
+    provides = importlib.metadata.packages_distributions()
+    for name, files in {name: files for root in ours for name, files in names_imported(ROOT / root).items()}.items():
+        # The last comes with torch where there is a GPU.
+        if name in (*sys.stdlib_module_names, *ours, "kakeya", "laboratory", "triton"):
+            continue
+        assert {canonicalize_name(each) for each in provides[name]} & asked, (name, files)
+
+
+def test_no_package_asks_for_more_than_the_floor_of_another() -> None:
+    """Of those that are pinned; `scripts/test_ranges.py floor` installs all floors."""
+    floors = {canonicalize_name(each.name): floor(each).partition("==")[2] for each in asked()}
+    for name in floors:
+        for wanted in map(Requirement, importlib.metadata.requires(name) or ()):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": ""}):
+                least = floors.get(canonicalize_name(wanted.name))
+                is_exact = any(each.operator in ("==", "~=") for each in wanted.specifier)  # released together
+                assert least is None or is_exact or wanted.specifier.contains(least), f"{name} wants {wanted}"
 
 
 def test_every_pin_names_one_version() -> None:
