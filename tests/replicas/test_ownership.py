@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import kakeya
-from inference_engine.compose import Parts
+from inference_engine.compose import DLMRestoredVerifier
 from inference_engine.config import EngineConfig
 from inference_engine.engine import Engine
 from inference_engine.errors import ConfigError, JournalAway, QuotaExceeded, SessionElsewhere
@@ -125,8 +125,8 @@ def test_servers_that_would_give_other_tokens_are_not_alive_together(database: D
 
 
 def test_what_decides_tokens_is_compared_when_a_server_starts(database: Database) -> None:
-    def parts(digest: str = WEIGHTS) -> Parts:
-        return Parts(forward=tiny_forward(), latent=None, drafter=None, digests=lambda: (digest, ""))
+    def parts() -> DLMRestoredVerifier:
+        return DLMRestoredVerifier(forward=tiny_forward(), latent=None, drafter=None, digests=lambda: (WEIGHTS, ""))
 
     def settings(replica: str, **more: Any) -> EngineConfig:
         journal = {"journal": f"postgres:{database.dsn}", "durability": "process", "replica": replica}
