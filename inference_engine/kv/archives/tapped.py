@@ -128,4 +128,7 @@ class _TappedLatents(LatentArchive):
         super().forget()
 
     def held_bytes(self, counts: Sequence[int]) -> int:
-        return self._codes.held_bytes(self._codes.stored)
+        """Those of the open segment count from its first token on: within it, tokens change no bytes."""
+        sink, segment, kept = self._kept[0].sink, self._context.geometry.segment_tokens, self._codes.stored
+        kept += sum(map(len, self._waiting))
+        return self._codes.held_bytes(((kept + sink) // segment + 1) * segment - sink) if kept else 0
