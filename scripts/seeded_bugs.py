@@ -46,6 +46,7 @@ JOURNAL = tuple(
 KEPT = "tests/engine/test_kept_sessions.py"
 KEPT_ON_THE_WIRE, FULL_DISK = "tests/server/test_kept_sessions.py", "tests/server/test_full_disk.py"
 AWAY = "tests/server/test_journal_away.py"
+RANKS = "tests/parallel/test_split_models.py"
 POSTGRES, OWNERSHIP = "tests/session/test_postgres_journal.py", "tests/replicas/test_ownership.py"
 PIPED = "tests/load/test_kills.py::test_an_engine_that_is_killed_at_any_moment_has_all_that_it_acknowledged"
 LEFT_OVERS = "tests/laboratory/test_scripted.py::test_what_others_left_in_memory_reaches_no_session"
@@ -303,6 +304,20 @@ BUGS = (
         "        self._reconnects += 1\n",
         "",
         (OWNERSHIP,),
+    ),
+    Bug(
+        "a server that decides tokens otherwise than one that is alive is let in",
+        "inference_engine/session/postgres_database.py",
+        "if theirs.get(name, own) != own]",
+        "if name not in theirs]",
+        (f"{OWNERSHIP}::test_servers_that_would_give_other_tokens_are_not_alive_together",),
+    ),
+    Bug(
+        "entries are coded on the first rank alone",
+        "inference_engine/backends/ranks/leader.py",
+        '            self._send("done", work)\n            return super()',
+        "            return super()",
+        (f"{RANKS}::test_what_sessions_do_between_steps_is_done_on_every_rank",),
     ),
     Bug(
         "ages are counted by each server's own clock",
