@@ -236,10 +236,10 @@ def test_a_generate_whose_entries_could_not_be_kept_goes_on(
         kv = session_of(engine, session).kv
         commit = kv.commit
 
-        def failing(length: int) -> None:
+        def failing(length: int, taps: torch.Tensor | None) -> None:
             if length == 19 + at:
                 raise error
-            commit(length)
+            commit(length, taps)
 
         with patch.object(kv, "commit", failing):
             generation = engine.generate(session, params, request_id=ONE)
