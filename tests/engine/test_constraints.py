@@ -105,6 +105,16 @@ REFUSED = {
     "a constant of no float": (ConstraintKind.JSON_SCHEMA, {"items": {"const": 10**400}}),
     "a bound that would be allowed": (ConstraintKind.JSON_SCHEMA, {"exclusiveMinimum": 0, "maximum": 0.5}),
     "another bound that would be": (ConstraintKind.JSON_SCHEMA, {"minimum": -5.5, "exclusiveMaximum": -5}),
+    "a bound that would be beside another schema's": (
+        ConstraintKind.JSON_SCHEMA,
+        {
+            "anyOf": [{"allOf": [{"maximum": 0.5}]}, {}],
+            "$ref": "#/$defs/a~1b",
+            "$defs": {"a/b": {"exclusiveMinimum": 0}},
+        },
+    ),
+    "a pattern whose line breaks are no text": (ConstraintKind.JSON_SCHEMA, {"pattern": "^(?x) a # one\n b$"}),
+    "names by such a pattern": (ConstraintKind.JSON_SCHEMA, {"items": {"patternProperties": {"^(?ix)a\nb$": {}}}}),
     "names that may come again": (
         ConstraintKind.JSON_SCHEMA,
         {"required": ["a"], "minProperties": 3, "patternProperties": {"^[bc]$": {}}},
@@ -135,6 +145,7 @@ def test_what_is_read_as_it_is_meant_is_not_refused(constraints: Constraints) ->
         {"type": "integer", "exclusiveMinimum": 0, "maximum": 2.5},
         {"type": "object", "minProperties": 2, "required": ["a"], "additionalProperties": {"const": 1}},
         {"properties": {"minimum": {"const": 10**22}, "minProperties": {"enum": [1e300, 0.1, 7]}}},
+        {"properties": {"rate": {"exclusiveMinimum": 0}, "share": {"maximum": 0.5}, "pattern": {"const": "(?x)\n"}}},
     ]
     for schema in schemas:
         constraints.compile(text(ConstraintKind.JSON_SCHEMA, schema), "reader").result(timeout=30)
