@@ -453,7 +453,7 @@ def find_f_theta(model: ModelConfig, forward: Forward, drafter: Drafter | None) 
 
     from kv_cache_proposer.f_theta.lazy_codec import open_tap_codec
 
-    codec = open_tap_codec(folder, target_digest=weights_digest(checked), device=forward.device)
+    codec = open_tap_codec(folder, target_digest=weights_digest(checked), device=forward.device, kernels=model.kernels)
     if (own := drafter_digest(model, forward)) != codec.drafter_digest:
         return None, (
             f"f_theta in {folder} is of the drafter with digest {codec.drafter_digest}, this server's has {own}; make "
