@@ -161,7 +161,7 @@ class _CodedArchive(Archive):
             found = self._on_all_ranks(mirror, _CodedWork.keep, regions, positions)
             for slots, of_ranks in zip(regions, found, strict=True):
                 if of_ranks:
-                    halves = [half for part in of_ranks for half in (part.chunk(2))]
+                    halves = [half for part in of_ranks for half in part.chunk(2)]
                     numbers = torch.cat((*halves[::2], *halves[1::2]))
                     self._finite.note(slots.layer_set.layers, numbers, come_back=False)
             return
