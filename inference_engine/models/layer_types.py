@@ -23,7 +23,7 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _CONVOLUTIONS = ("linear_conv_kernel_dim", "conv_L_cache", "mamba_d_conv", "conv_kernel")
 _WIDEST_CONVOLUTION = 256
 _EPSILONS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")  # 0 is one
-_SCALES = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+_SCALES = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "logits_scaling")
 _DIVIDED = (
     ("linear_num_value_heads", "linear_num_key_heads"),
     ("mamba_n_heads", "mamba_n_groups"),

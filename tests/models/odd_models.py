@@ -579,6 +579,7 @@ ODD: Mapping[str, Odd] = {
             ("llama", "vocab_size", 259.5),
             ("gemma2", "attn_logit_softcapping", 0.0),
             ("gemma2", "query_pre_attn_scalar", -1),
+            ("granitehybrid", "logits_scaling", 0.0),
         )
     },
     **{
