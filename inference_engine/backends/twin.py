@@ -197,10 +197,10 @@ def _try(kind: type[PreTrainedModel], what: str, trial: Any) -> Any:
         ) from error
     except Exception as error:
         logger.debug("trying out %s: %s", kind.__name__, what, exc_info=True)
+        reason = "" if error.args == (TRIAL,) else reason_of(error)  # that name is none of the file's
         raise ModelError(
             f"{kind.__name__} is not served: a small twin of it {_FAILED[what]}. Its kind of attention, or of "
-            f"configuration, is one that the runtime does not know{reason_of(error)} (log level DEBUG has the "
-            "details)"
+            f"configuration, is one that the runtime does not know{reason} (log level DEBUG has the details)"
         ) from error
 
 

@@ -118,8 +118,10 @@ class Batching:
         if draft is not None:
             token_ids = np.concatenate([token_ids, draft])
             generated = np.concatenate([generated, np.ones(len(draft), dtype=np.bool_)])
+        kv, speculation = request.session.kv, self._speculation
+        reads_taps = kv.reads_taps or (speculation.has_taps and speculation.needs_taps(request))
         return Block(
-            kv=request.session.kv,
+            kv=kv,
             token_ids=token_ids,
             generated=generated,
             drafted=0 if draft is None else len(draft),
@@ -127,7 +129,7 @@ class Batching:
             needs_logprob=request.params.logprobs,
             top_logprobs=request.params.top_logprobs,
             wanted_logits=wanted,
-            needs_taps=self._needs_taps(request) and not request.session.kv.pending_replay,
+            needs_taps=reads_taps and not kv.pending_replay,
         )
 
     def unknown(self, requests: Sequence[Request]) -> tuple[list[Block], TokenIds]:
@@ -139,20 +141,16 @@ class Batching:
 
     def _decoded(self, request: Request, token_ids: TokenIds) -> Block:
         """Of the last token that was sampled, [1]."""
+        kv, speculation = request.session.kv, self._speculation
         return Block(
-            kv=request.session.kv,
+            kv=kv,
             token_ids=token_ids,
             generated=_GENERATED,
             sampler=request.sampler,
             needs_logprob=request.params.logprobs,
             top_logprobs=request.params.top_logprobs,
-            needs_taps=self._needs_taps(request),
+            needs_taps=kv.reads_taps or (speculation.has_taps and speculation.needs_taps(request)),
         )
-
-    def _needs_taps(self, request: Request) -> bool:
-        """For drafts, or for the session's archive."""
-        speculation = self._speculation
-        return (speculation.has_taps and speculation.needs_taps(request)) or request.session.kv.reads_taps
 
     def _tokens(self, request: Request, decoders: int) -> int:
         """Tokens that the request would contribute to a step in which `decoders` requests decode."""

@@ -195,9 +195,10 @@ async def test_a_server_that_was_taken_for_dead_tells_nothing_stale_and_goes_on_
             stream = client.stream(pb.GenerateRequest(session_id=streaming, max_tokens=30_000))
             frames = [await stream.read()]
             # Its lock is gone, as after its connection, and its lease is over; it has not noticed yet.
-            journal._lease._sure_until = 0.0
-            database.say("update kakeya.replicas set until = '-infinity' where name = 'one'")
-            assert await other.append(session, [1, 2, 3]) == len(HISTORY) + 3
+            with journal._lease._lock:  # nor is it renewed meanwhile
+                journal._lease._sure_until = 0.0
+                database.say("update kakeya.replicas set until = '-infinity' where name = 'one'")
+                assert await other.append(session, [1, 2, 3]) == len(HISTORY) + 3
             answers = await asyncio.gather(
                 client.info(session),
                 client.append(session, [9], request_id=os.urandom(16), expected_history_length=len(HISTORY)),

@@ -28,7 +28,16 @@ from inference_engine.types import Finished, GenerateParams, Mode, StopReason
 from laboratory.scripted import ScriptedForward, ScriptedModel
 from tests.facade import standing_still
 from tests.laws.variants import drain, each_way, generate, same, text
-from tests.tiny import SMALL, tiny_components, tiny_engine, tiny_forward, tiny_forward_on, tiny_hybrid, tiny_latent
+from tests.tiny import (
+    SMALL,
+    tiny_components,
+    tiny_engine,
+    tiny_f_theta,
+    tiny_forward,
+    tiny_forward_on,
+    tiny_hybrid,
+    tiny_latent,
+)
 from tests.tiny_native import tiny_native, tiny_native_hybrid
 
 AT_ONCE = 24  # not a multiple of a segment
@@ -72,7 +81,7 @@ class Pieces(TorchForward):
 def engine_on(forward: Pieces, **settings: Any) -> Engine:
     windowed, config = forward.windowed, EngineConfig(**{**SMALL, **settings})
     latent, components = tiny_latent(windowed=windowed), tiny_components(windowed=windowed)
-    return Engine(forward, config, latent=latent, components=components)
+    return Engine(forward, config, latent=latent, components=components, f_theta=tiny_f_theta(windowed=windowed))
 
 
 def opened(engine: Engine, strategy: KVStrategy, length: int = 110, seed: int = 0) -> str:
