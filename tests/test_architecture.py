@@ -19,7 +19,10 @@ SHIPPED = ("inference_engine", "kakeya_gateway", "kv_cache_proposer", "laborator
 OURS = (*SHIPPED, "scripts", "tests", "sdks/python/examples", "sdks/python/tests")
 GENERATED = ROOT / "sdks/python/src/kakeya/v1"
 # The settings, and in the SDK what gRPC reads of it.
-ENVIRONMENT_READERS = (ROOT / "inference_engine/config.py", ROOT / "sdks/python/src/kakeya/_reach.py")
+ENVIRONMENT_READERS = (
+    ROOT / "inference_engine/config.py",
+    *(ROOT / "sdks/python/src/kakeya" / name for name in ("_reach.py", "_served_tokenizer.py")),
+)
 FACADE = ROOT / "tests/facade.py"
 
 MLX_LINES = 1855  # of the executor, with all operations of a list: another framework's arrays take no more

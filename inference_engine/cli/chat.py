@@ -31,7 +31,7 @@ from inference_engine.cli.settings import (
 )
 from inference_engine.cli.text import shown_on
 from inference_engine.config import EngineConfig, ModelConfig
-from inference_engine.errors import ConfigError, ModelError, counted
+from inference_engine.errors import ConfigError, counted
 from inference_engine.types import Sampling
 
 if TYPE_CHECKING:
@@ -151,14 +151,14 @@ def _open(
     args: argparse.Namespace, stack: ExitStack, hold: Callable[[Conversation], Conversation]
 ) -> tuple[Callable[[str | None, str | None], Conversation], Callable[[], Conversation]]:
     """Find or start the server. Returns what begins a conversation there, and what goes on with --session."""
-    from inference_engine.cli.conversation import Conversation, open_conversation
+    from inference_engine.cli.conversation import Conversation, open_conversation, served_chat_tokenizer
 
     model, engine = settings(args, ModelConfig), settings(args, EngineConfig)
     if args.target:
         client = stack.enter_context(connect(args, args.target))
         served = client.server_info()
         refuse_longer(args.max_tokens, served.max_generate_tokens)
-        tokenizer = _tokenizer(args.model, model) if args.model else _served_tokenizer(served.model_id, model)
+        tokenizer = served_chat_tokenizer(served, args.model, model.cache_path, option="--model")
     else:
         child = stack.enter_context(child_server(model, engine))
         # The tokenizer loads while the server loads its model.
@@ -173,17 +173,6 @@ def _open(
         return Conversation.resumed(client.session(args.session), tokenizer)
 
     return begin, resume
-
-
-def _served_tokenizer(name: str, model: ModelConfig) -> Any:
-    """That of a model with this name, the server's, if there is one on this machine."""
-    try:
-        return _tokenizer(name, model)
-    except ModelError as error:
-        raise ModelError(
-            f"the server's model is {name}, and a chat needs its tokenizer here: --model names a folder with it "
-            f"({error})"
-        ) from error
 
 
 def _tokenizer(name_or_path: str, model: ModelConfig, *, may_continue: bool = False) -> Any:

@@ -11,10 +11,12 @@ from typing import Any, Self
 
 from inference_engine.cli.text import TextStream
 from inference_engine.errors import ModelError
+from inference_engine.models import tokenizer_folder
 from inference_engine.server.http.turn_ends import template_of
 from kakeya import (
     Client,
     GenerateResult,
+    ServerInfo,
     Session,
     SessionInfo,
     Strategy,
@@ -22,6 +24,7 @@ from kakeya import (
     TokenizerError,
     tokenization,
 )
+from kakeya._served_tokenizer import require_served
 
 APPEND_TOKENS = 4096  # in one call
 SAID = "Hello"  # what each chat template of a model that chats renders
@@ -213,6 +216,27 @@ def load_chat_tokenizer(folder: Path, *, name: str, may_continue: bool = False) 
     tokenizer: Any = tokenization.load_tokenizer(folder)
     if not may_continue and template_of(getattr(tokenizer, "chat_template", None), name) is None:
         raise ModelError(f"{name} has no chat template, so it cannot chat; choose an instruct model")
+    return tokenizer
+
+
+def served_chat_tokenizer(served: ServerInfo | None, name: str | None, cache: Path, *, option: str) -> Any:
+    """The tokenizer of the model that a server has, from this machine; one of a GGUF file is made.
+
+    name: of the model or its folder, which `option` gave; None for the server's own name. served: None where the server
+    does not say, so that nothing is checked. Raises ModelError if it is not here or cannot chat, TokenizerError for
+    another model's.
+    """
+    name = name or (served.model_id if served else "")
+    try:
+        folder = tokenizer_folder(name, cache)
+        tokenizer = load_chat_tokenizer(folder, name=name)
+    except ModelError as error:
+        of = f"{served.model_id}, the server's model," if served else "the server's model"
+        raise ModelError(
+            f"a chat needs the tokenizer of {of} here: {option} names a folder with it ({error})"
+        ) from error
+    if served is not None:
+        require_served(tokenizer, served, folder)
     return tokenizer
 
 

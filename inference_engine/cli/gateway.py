@@ -8,14 +8,13 @@ from __future__ import annotations
 import argparse
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inference_engine.cli import process
 from inference_engine.cli.connection import add_connection, connect, connect_async
 from inference_engine.cli.ports import bind_error
 from inference_engine.config import ModelConfig
-from inference_engine.errors import ConfigError, ModelError
+from inference_engine.errors import ConfigError
 from inference_engine.server.address import Address, cannot_bind, names_this_machine, resolve_bind
 
 if TYPE_CHECKING:
@@ -131,18 +130,12 @@ def _refuse_open_doors(address: Address, args: argparse.Namespace, *, has_keys: 
 
 
 def _tokenizer(args: argparse.Namespace, info: ServerInfo | None) -> Any:
-    from inference_engine.cli.conversation import load_chat_tokenizer
-    from inference_engine.models import tokenizer_folder
+    from inference_engine.cli.conversation import served_chat_tokenizer
 
-    if (name := args.tokenizer or (info.model_id if info is not None else None)) is None:
+    if info is None and args.tokenizer is None:
         raise ConfigError("the server tells its model to callers with a key alone: --tokenizer names the model")
     cache = ModelConfig(**({"cache_dir": args.cache_dir} if args.cache_dir else {})).cache_path
-    try:
-        return load_chat_tokenizer(Path(tokenizer_folder(name, cache)), name=name)
-    except ModelError as error:
-        raise ModelError(
-            f"the gateway needs the tokenizer of {name}: --tokenizer names its folder ({error})"
-        ) from error
+    return served_chat_tokenizer(info, args.tokenizer, cache, option="--tokenizer")
 
 
 def _listening(address: Address) -> socket.socket:

@@ -217,7 +217,8 @@ def _tokenizer(checked: CheckedFolder, settings: ModelConfig) -> str:
         return f"none that can be used: {error}"
     ends = ", ".join(map(str, model_end_ids(checked, folder, rows))) or "none"
     why = why_no_chat(folder, name=settings.model)
-    return f"{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}" + (
+    made = "" if folder == checked.folder else f"made in {folder}; "
+    return f"{made}{said or 'its ids are rows of the model'}; ends of a turn, by the files: {ends}" + (
         f"\n`kakeya chat` cannot use it: {why}" if why else ""
     )
 

@@ -23,7 +23,7 @@ from inference_engine.config import EngineConfig, ModelConfig
 from inference_engine.errors import ConfigError
 from kakeya import Client
 from tests.processes import Server
-from tests.tiny_folder import save_tiny_model
+from tests.tiny_folder import END, START, save_tiny_chat_model, save_tiny_model
 
 pytestmark = pytest.mark.usefixtures("warm_servers")
 
@@ -284,6 +284,15 @@ def test_a_folder_without_a_tokenizer_is_refused(chat: Chat, server: Server, tmp
     status, _, said = chat("Hi\n", "--model", save_tiny_model(tmp_path / "bare"), "--target", server.target)
     assert status == 1
     assert "holds no tokenizer" in said
+
+
+def test_a_tokenizer_of_another_model_is_refused(chat: Chat, server: Server, tmp_path: Path) -> None:
+    other = save_tiny_chat_model(tmp_path / "other")
+    config = other / "tokenizer_config.json"
+    config.write_text(config.read_text().replace(f'"eos_token": "{END}"', f'"eos_token": "{START}"'))
+    status, _, said = chat("Hi\n", "--model", other, "--target", server.target)
+    assert status == 1
+    assert "is not that of the server's model, tiny" in said
 
 
 def test_a_server_that_is_not_there_is_named(chat: Chat, tiny_folder: Path) -> None:

@@ -6,8 +6,7 @@ generates it can write nothing else.
 
     pip install './sdks/python[tokenization]'                   # in the repository's folder
     kakeya serve                                                # in another terminal
-    kakeya models show smollm2-135m                             # prints the model's folder
-    python tool_calling_agent.py --tokenizer FOLDER "What is 30 + 12?"
+    python tool_calling_agent.py "What is 30 + 12?"             # --tokenizer FOLDER, for a model that the caches lack
 """
 
 from __future__ import annotations
@@ -100,18 +99,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="An agent with two local tools, on one session.")
     parser.add_argument("question", nargs="?", default="How many words are in: the quick brown fox?")
     parser.add_argument("--target", default="127.0.0.1:50051")
-    parser.add_argument("--tokenizer", required=True, metavar="FOLDER", help="the served model's folder")
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="default: the served model's, from this machine's caches")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--max-calls", type=int, default=3)
     options = parser.parse_args(arguments)
     try:
-        tokenizer = load_tokenizer(options.tokenizer)
-        with (
-            Client(options.target) as client,
-            client.create_session(eos_token_ids=end_of_turn_ids(tokenizer), label="agent") as session,
-        ):
-            answer(session, tokenizer, options.question, max_tokens=options.max_tokens, max_calls=options.max_calls)
-            print(f"       {session.history_length} tokens in the history")
+        with Client(options.target) as client:
+            tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else client.tokenizer()
+            with client.create_session(eos_token_ids=end_of_turn_ids(tokenizer), label="agent") as session:
+                answer(session, tokenizer, options.question, max_tokens=options.max_tokens, max_calls=options.max_calls)
+                print(f"       {session.history_length} tokens in the history")
     except KakeyaError as error:
         print(f"error  {error}")
         return 1

@@ -169,11 +169,12 @@ def test_a_program_runs_where_what_its_text_names_is_installed_and_nothing_else(
     others = tmp_path / "installed"
     others.mkdir()
     put(installed_with("kakeya", frozenset(asked.groups("")) - {""}), others)
-    (tmp_path / "tokenizer").mkdir()
-    save_chatml(example, tmp_path / "tokenizer")
-    given = {"FOLDER": str(tmp_path / "tokenizer"), "[TARGET]": roomy_target}
+    served = tmp_path / "models" / "tiny"
+    served.mkdir(parents=True)
+    save_chatml(example, served)
+    given = {"FOLDER": str(served), "[TARGET]": roomy_target}
     # -S: without the packages that are installed beside this test.
-    environment = {"PYTHONPATH": os.pathsep.join((str(SDK), str(others)))}
+    environment = {"PYTHONPATH": os.pathsep.join((str(SDK), str(others))), "KAKEYA_CACHE_DIR": str(tmp_path)}
     commands = re.findall(rf"^ *python ({re.escape(program)}.*)$", text, re.MULTILINE)
     assert commands
     for command in commands:

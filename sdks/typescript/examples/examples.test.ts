@@ -68,6 +68,6 @@ test("the agent feeds tool results back", async () => {
 });
 
 test("the agent reports that no server answers", async () => {
-  expect(await main(join(folder, "ChatML"), "Hello?", "127.0.0.1:1")).toBe(1);
+  expect(await main("Hello?", "127.0.0.1:1", join(folder, "ChatML"))).toBe(1);
   expect(printed.join("\n")).toContain("ConnectionFailed: no connection to 127.0.0.1:1");
 });

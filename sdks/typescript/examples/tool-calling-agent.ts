@@ -8,8 +8,9 @@
  *     npm install PACKAGE                                     # what `npm pack` makes in sdks/typescript
  *     npm install @huggingface/tokenizers @huggingface/jinja
  *     kakeya serve                                            # in another terminal
- *     kakeya models show smollm2-135m                         # prints the model's folder
- *     node tool-calling-agent.js FOLDER "What is 30 + 12?" [TARGET]
+ *     node tool-calling-agent.js "What is 30 + 12?" [TARGET] [FOLDER]
+ *
+ * FOLDER has the tokenizer of a served model that this machine's caches lack.
  */
 import { pathToFileURL } from "node:url";
 
@@ -119,10 +120,10 @@ export function speaker(maxTokens = MAX_TOKENS): Speak {
   };
 }
 
-export async function main(folder: string, question: string, target?: string): Promise<number> {
+export async function main(question: string, target?: string, folder?: string): Promise<number> {
   try {
-    const tokenizer = await loadTokenizer(folder);
     await using client = new Client(target);
+    const tokenizer = folder === undefined ? await client.tokenizer(loadTokenizer) : await loadTokenizer(folder);
     await using session = await client.createSession({ eosTokenIds: endOfTurnIds(tokenizer), label: "agent" });
     await answer(session, tokenizer, question, speaker());
     console.log(`       ${session.historyLength} tokens in the history`);
@@ -135,6 +136,6 @@ export async function main(folder: string, question: string, target?: string): P
 }
 
 if (import.meta.url === pathToFileURL(process.argv[1] ?? "").href) {
-  const [, , folder = ".", question = "How many words are in: the quick brown fox?", target] = process.argv;
-  process.exitCode = await main(folder, question, target);
+  const [, , question = "How many words are in: the quick brown fox?", target, folder] = process.argv;
+  process.exitCode = await main(question, target, folder);
 }

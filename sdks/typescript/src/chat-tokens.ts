@@ -51,6 +51,8 @@ export interface ChatTokenizer {
   readonly unknownTokenId?: number | undefined;
   /** The chat template's source: tokens that it writes are markup, even if they are not called special. */
   readonly chatTemplate?: string | undefined;
+  /** How many tokens of text it has, those that were added not counted: `client.tokenizer` compares it with the model. */
+  readonly textTokens?: number | undefined;
   /**
    * What encodes as `encode` does, if the tokens of these texts had the names given. Without it, messages that hold the
    * text of a special token are refused.
@@ -129,6 +131,7 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
     const special = specialTokens(config);
     const added = tokenizer.get_added_tokens_decoder();
     // The ends of a text, of a turn and of a message.
+    const { vocab } = specification()["model"] as { readonly vocab: object };
     const ends = ["eos_token", "eot_token", "eom_token"].map((name) => tokenizer.token_to_id(special[name] ?? ""));
     return {
       eosTokenIds: [...new Set(ends.filter((id) => id !== undefined))],
@@ -149,6 +152,7 @@ export async function loadTokenizer(folder: string): Promise<ChatTokenizer> {
       },
       addedTokens: [...added].map(([id, token]) => ({ id, text: token.content, isSpecial: token.special })),
       unknownTokenId: tokenizer.token_to_id(special["unk_token"] ?? ""),
+      textTokens: Object.keys(vocab).length,
       chatTemplate: templates.size === 0 ? undefined : [...templates.values()].join(""),
       encodeRenamed: (names) => {
         const copy = new Tokenizer(renamed(specification(), names), config);

@@ -1,5 +1,6 @@
 /** A connection to a runtime. */
 import { Link } from "./link.js";
+import type { ChatTokenizer } from "./chat-tokens.js";
 import { invalid, textOf } from "./checks.js";
 import type { ListSessionsRequest } from "./generated/kakeya/v1/runtime_pb.js";
 import {
@@ -11,6 +12,7 @@ import {
 } from "./options.js";
 import { createSessionRequest, listRequest } from "./requests.js";
 import { newRoute, routeOf } from "./route.js";
+import { servedTokenizer } from "./served-tokenizer.js";
 import { Session } from "./session.js";
 import {
   createdFacts,
@@ -100,6 +102,25 @@ export class Client implements AsyncDisposable {
   async serverInfo(options: CallOptions = {}): Promise<ServerInfo> {
     const patience = this.#link.patience(known(options, "this call"));
     return serverInfoOf(await this.#link.repeat((rpc, each) => rpc.getServerInfo({}, each), patience));
+  }
+
+  /**
+   * The served model's tokenizer, from `folder` on this machine. `load` is `loadTokenizer` of the package's part
+   * `tokenization`, which a program without text can so leave out.
+   *
+   * Without one it looks for the model by the name that the server says: one of Kakeya's in its cache
+   * (`KAKEYA_CACHE_DIR`), one of the hub in the hub's cache. No network is asked, and no path that the server says is
+   * opened.
+   *
+   * Throws TokenizerError, with how to get it, if it is not there; and for another model's tokenizer, one that has more
+   * tokens of text than the served model has ids, or none of the ends that the server says.
+   */
+  async tokenizer(
+    load: (folder: string) => Promise<ChatTokenizer>,
+    folder?: string,
+    options: CallOptions = {},
+  ): Promise<ChatTokenizer> {
+    return await servedTokenizer(await this.serverInfo(options), load, folder);
   }
 
   /** End the connection. Sessions stay on the server until they are closed or have been idle for long. */

@@ -191,7 +191,7 @@ export class InvalidMessages extends CallerError {
 /** The tokenizer's chat template cannot be used as was asked. */
 export class TemplateError extends CallerError {}
 
-/** The tokenizer cannot be loaded. */
+/** The tokenizer cannot be found or loaded, or is not the served model's. */
 export class TokenizerError extends CallerError {}
 
 /** A tool that has no valid name or schema. `path` is the invalid part, such as `add.parameters.a`. */

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 import grpc.aio
 
@@ -25,6 +26,7 @@ from kakeya._errors import KakeyaError, StateError
 from kakeya._flows import Call, Flow, Step, close_session, create_session, open_session, repeatable
 from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
+from kakeya._served_tokenizer import served_tokenizer
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
@@ -42,6 +44,9 @@ from kakeya._values import (
 )
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+
+if TYPE_CHECKING:
+    from kakeya.tokenization import ChatTokenizer
 
 T = TypeVar("T")
 
@@ -112,6 +117,12 @@ class AsyncClient(ClientBase):
         """As `Client.server_info`."""
         flow = repeatable("GetServerInfo", pb.GetServerInfoRequest(), self._patience(timeout))
         return values.server_info(await self._run(flow))
+
+    async def tokenizer(
+        self, path: str | os.PathLike[str] | None = None, *, timeout: Timeout = DEFAULT
+    ) -> ChatTokenizer:
+        """As `Client.tokenizer`; the files are read in a thread."""
+        return await asyncio.to_thread(served_tokenizer, await self.server_info(timeout=timeout), path)
 
     async def close(self) -> None:
         """As `Client.close`."""

@@ -207,7 +207,7 @@ class TemplateError(CallerError):
 
 
 class TokenizerError(CallerError):
-    """The tokenizer cannot be loaded."""
+    """The tokenizer cannot be found or loaded, or is not the served model's."""
 
 
 class InvalidTool(CallerError, ValueError):

@@ -85,6 +85,11 @@ class FolderTokenizer:
         found: Mapping[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
         return found
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of text; `len` counts the added ones with them."""
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=False))
+
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
 

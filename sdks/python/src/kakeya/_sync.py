@@ -6,10 +6,11 @@ A client may be shared by threads; a session is one conversation and belongs to 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
 
@@ -24,6 +25,7 @@ from kakeya._errors import KakeyaError
 from kakeya._flows import Call, Flow, Step, close_session, create_session, open_session, repeatable
 from kakeya._fork import fork_session, rewind_session
 from kakeya._retry import Patience, RetryPolicy
+from kakeya._served_tokenizer import served_tokenizer
 from kakeya._session import CALL_SECONDS, DEFAULT, GENERATE_SECONDS, SessionBase, Timeout
 from kakeya._status import cause_of
 from kakeya._strategies import Strategy
@@ -41,6 +43,9 @@ from kakeya._values import (
 )
 from kakeya.v1 import runtime_pb2 as pb
 from kakeya.v1.runtime_pb2_grpc import RuntimeServiceStub
+
+if TYPE_CHECKING:
+    from kakeya.tokenization import ChatTokenizer
 
 T = TypeVar("T")
 
@@ -130,6 +135,18 @@ class Client(ClientBase):
         """The server's model, limits and strategies, now."""
         flow = repeatable("GetServerInfo", pb.GetServerInfoRequest(), self._patience(timeout))
         return values.server_info(self._run(flow))
+
+    def tokenizer(self, path: str | os.PathLike[str] | None = None, *, timeout: Timeout = DEFAULT) -> ChatTokenizer:
+        """The served model's tokenizer, from the folder `path` on this machine.
+
+        None looks for the model by the name that the server says: one of Kakeya's in its cache (`KAKEYA_CACHE_DIR`),
+        one of the hub in the hub's cache. No network is asked, and no path that the server says is opened. Needs
+        `pip install kakeya[tokenization]`.
+
+        Raises TokenizerError, with how to get it, if it is not there; and for another model's tokenizer, one that has
+        more tokens of text than the served model has ids, or none of the ends that the server says.
+        """
+        return served_tokenizer(self.server_info(timeout=timeout), path)
 
     def close(self) -> None:
         """End the connection. Sessions stay on the server until they are closed or have been idle for long."""

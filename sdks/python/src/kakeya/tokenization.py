@@ -189,7 +189,7 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
 
     A session that names none has those of its server's model. These are for a tokenizer or a template of your own.
     """
-    ids = _own_ends(tokenizer)
+    ids = own_ends(tokenizer)
     writer = Writer(tokenizer, template_options, False)
     question: list[Message] = [{"role": "user", "content": writer.said(_USER)}]
     marker = markers(template_options)[0]
@@ -201,7 +201,7 @@ def end_of_turn_ids(tokenizer: ChatTokenizer, **template_options: Any) -> tuple[
     return tuple(dict.fromkeys(ids))
 
 
-def _own_ends(tokenizer: ChatTokenizer) -> list[int]:
+def own_ends(tokenizer: ChatTokenizer) -> list[int]:
     """The ends of a text, of a turn and of a message, by the names of tokenizer_config.json."""
     named = [getattr(tokenizer, f"{name}_token_id", None) for name in ("eos", "eot", "eom")]
     flat = [at for one in named for at in (one if isinstance(one, (list, tuple)) else [one])]
@@ -313,7 +313,7 @@ class Writer:
         Only behind another token, which ends the turn: else it is the turn's end itself.
         """
         added = self._tokenizer.added_tokens_decoder
-        if len(ids) < 2 or ids[-1] not in _own_ends(self._tokenizer) or added.keys().isdisjoint(ids[:-1]):
+        if len(ids) < 2 or ids[-1] not in own_ends(self._tokenizer) or added.keys().isdisjoint(ids[:-1]):
             return text
         last = added.get(ids[-1])
         return text.removesuffix(getattr(last, "content", str(last)))
@@ -387,7 +387,7 @@ def special_tokens(tokenizer: ChatTokenizer, given: str | None) -> SpecialTokens
             (token_id, getattr(token, "content", str(token)), bool(getattr(token, "special", False)))
             for token_id, token in tokenizer.added_tokens_decoder.items()
         ),
-        end_ids=_own_ends(tokenizer),
+        end_ids=own_ends(tokenizer),
         template="".join([*(template.values() if isinstance(template, Mapping) else [str(template)]), given or ""]),
         unknown_id=getattr(tokenizer, "unk_token_id", None),
     )

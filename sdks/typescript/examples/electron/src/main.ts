@@ -4,7 +4,7 @@
  * The page is sandboxed and has no access to Node, to the network or to other windows; all it can do is say what
  * `protocol.ts` lets it say.
  *
- *     KAKEYA_TOKENIZER=FOLDER [KAKEYA_TARGET=127.0.0.1:50051] npm start
+ *     [KAKEYA_TOKENIZER=FOLDER] [KAKEYA_TARGET=127.0.0.1:50051] npm start
  */
 import { readFile } from "node:fs/promises";
 import { extname, join } from "node:path";
@@ -78,9 +78,8 @@ function asPort(port: MessagePortMain): Port<Report, Request> {
 
 async function run(): Promise<void> {
   const folder = process.env["KAKEYA_TOKENIZER"];
-  if (folder === undefined) throw new Error("KAKEYA_TOKENIZER names no folder; give that of the served model");
-  const tokenizer = await loadTokenizer(folder);
   const client = new Client(process.env["KAKEYA_TARGET"]);
+  const tokenizer = folder === undefined ? await client.tokenizer(loadTokenizer) : await loadTokenizer(folder);
   const session = await client.createSession({
     strategy: { kind: "sink_window", window: 1024 },
     label: "electron",
