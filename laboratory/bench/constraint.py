@@ -32,6 +32,8 @@ from laboratory.evaluation.schemas import Schema, begins_validly, is_valid, sche
 
 SEED = 1
 SAMPLINGS = {"greedy": Sampling(), "sampled": Sampling(temperature=0.8, top_p=0.95, seed=SEED)}
+# Drawn without a cut, from all ids: what a mask refuses must be so improbable that no noise lifts it.
+SAMPLINGS_OF_VALID = SAMPLINGS | {"sampled from all ids": Sampling(temperature=1.3, seed=SEED)}
 FREE, HELD = "free", "constrained"
 PARTS = ("gain", "cost", "valid")
 # Inside it nearly every token may follow, and none must.
@@ -208,7 +210,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
             "numerics": parts.forward.facts.numerics,
             **{name: getattr(arguments, name) for name in ("schemas", "control", "most", "together", "rounds")},
             "tokens": arguments.tokens,
-            "samplings": {name: str(sampling) for name, sampling in SAMPLINGS.items()},
+            "samplings": {name: str(sampling) for name, sampling in SAMPLINGS_OF_VALID.items()},
         },
         "seeds": [SEED],
         "values": values,
@@ -223,7 +225,7 @@ def main(arguments: argparse.Namespace, save: Save) -> dict[str, Any]:
             values |= cost(bench, arguments.sessions, arguments.tokens, arguments.rounds)
         if values:
             save(payload)
-        for name, sampling in SAMPLINGS.items() if "valid" in arguments.parts else ():
+        for name, sampling in SAMPLINGS_OF_VALID.items() if "valid" in arguments.parts else ():
             try:
                 held = bench.validity(arguments.schemas, arguments.most, sampling, is_held=True)
             except InvalidConstraint as error:
