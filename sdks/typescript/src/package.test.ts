@@ -186,7 +186,7 @@ test("the examples run where what their text names is installed, and nothing els
   execFileSync(PYTHON, ["-m", "tests.conformance.save_tokenizers", tokenizers], { cwd: ROOT });
   const { target } = await openServer(inject("control"), { engine: { strategy: "sink_window:sink=4,window=64" } });
   // FOLDER and TARGET are the reader's to fill in.
-  const given: Record<string, string> = { FOLDER: join(tokenizers, "ChatML"), "[TARGET]": target };
+  const given: Record<string, string> = { "[FOLDER]": join(tokenizers, "ChatML"), "[TARGET]": target };
   const printed = names.map((name) => {
     const text = readFileSync(join(examples, name), "utf8");
     const needed = /npm install (@[\w/@ -]+)/.exec(text)?.[1]?.split(" ") ?? [];
